@@ -1,0 +1,321 @@
+"""The two ways that tensors travel: shared memory on one host, streams between hosts (D1).
+
+Both load through a `Sink` and store through a `Source`, which copy between a block's bytes and
+wherever the engine wants them, so that a block is copied once on one host. A sink may be given
+bytes that turn out wrong: then the block's outcome says so, and what the sink wrote is void.
+"""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+import numpy as np
+
+from kvstore import codec, slots
+from kvstore.client.connection import CALL_TIMEOUT_S, Attached
+from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason
+from kvstore.wire import convert
+from kvstore.wire._pb import kvstore_pb2 as pb
+from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
+from kvstore.wire.limits import CHUNK_BYTES
+
+Sink = Callable[[int, memoryview], None]
+"""Takes a block's position among the keys and its bytes, read-only, valid during the call."""
+
+Source = Callable[[int, memoryview], None]
+"""Takes a block's position among the keys and where to write its bytes, valid during the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a lookup pinned, and where the blocks in the arena are."""
+
+    id: int
+    keys: Sequence[BlockKey]
+    resident: Sequence[bool]
+    offsets: Sequence[int]
+    """One for each resident block, in order; likewise `generations`."""
+    generations: Sequence[int]
+
+
+@dataclass(slots=True)
+class Stored:
+    """What became of the blocks of a store. The counts add up to the blocks given."""
+
+    stored: int = 0
+    present: int = 0
+    """The store had them, or another client was storing them."""
+    skipped: dict[SkipReason, int] = field(default_factory=dict)
+
+    def skip(self, reason: SkipReason, blocks: int) -> None:
+        """Adds blocks that were not stored."""
+        if blocks:
+            self.skipped[reason] = self.skipped.get(reason, 0) + blocks
+
+
+class DataPlane(Protocol):
+    """One way of moving blocks, for one session."""
+
+    def load(
+        self, info: NamespaceInfo, lease: Lease, first: int, count: int, sink: Sink,
+        timeout_s: float,
+    ) -> list[MissReason | None]:  # fmt: skip
+        """Hands leased blocks to the sink; None for each that was whole, else why it wasn't."""
+        ...
+
+    def store(
+        self, info: NamespaceInfo, keys: Sequence[BlockKey], parent: BlockKey | None,
+        source: Source, timeout_s: float,
+    ) -> Stored:  # fmt: skip
+        """Stores the blocks that are not there yet, with bytes from the source.
+
+        Raises:
+            grpc.RpcError: nothing of this call was stored.
+        """
+        ...
+
+
+class SharedMemoryPlane:
+    """Copies in place, in the server's arena."""
+
+    def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub):
+        assert attached.arena is not None
+        self._attached = attached
+        self._arena = attached.arena
+        self._stub = stub
+
+    def load(
+        self, info: NamespaceInfo, lease: Lease, first: int, count: int, sink: Sink,
+        timeout_s: float,
+    ) -> list[MissReason | None]:  # fmt: skip
+        deadline_s = time.monotonic() + timeout_s
+        results: list[MissReason | None] = [MissReason.TOO_SLOW] * count
+        slot = sum(lease.resident[:first])
+        absent = []
+        for index in range(first, first + count):
+            if not lease.resident[index]:
+                absent.append(index)
+                continue
+            offset, generation = lease.offsets[slot], lease.generations[slot]
+            slot += 1
+            results[index - first] = self._read(info, lease, index, offset, generation, sink)
+            if results[index - first] is not None or time.monotonic() > deadline_s:
+                return results  # what follows a lost block is of no use
+        if absent:
+            self._fetch(info, lease, absent[0], first + count, sink, results, deadline_s)
+        return results
+
+    def _fetch(
+        self, info: NamespaceInfo, lease: Lease, start: int, end: int, sink: Sink,
+        results: list[MissReason | None], deadline_s: float,
+    ) -> None:  # fmt: skip
+        """Has the server bring blocks into the arena, and reads each as it arrives."""
+        first = end - len(results)
+        request = pb.FetchRequest(
+            session=self._attached.session, lease=lease.id, first=start, count=end - start
+        )
+        timeout_s = max(deadline_s - time.monotonic(), 0.001)
+        arrived = set()
+        try:
+            for response in self._stub.Fetch(request, timeout=timeout_s):
+                index = response.index
+                if lease.resident[index]:
+                    continue
+                arrived.add(index)
+                if response.miss_reason:
+                    results[index - first] = convert.MISS_FROM_WIRE[response.miss_reason]
+                    continue
+                where = response.slot
+                results[index - first] = self._read(
+                    info, lease, index, where.offset, where.generation, sink
+                )
+        except grpc.RpcError as error:
+            reason = _miss_reason(error)
+            for index in range(start, end):
+                if not lease.resident[index] and index not in arrived:
+                    results[index - first] = reason
+
+    def _read(
+        self, info: NamespaceInfo, lease: Lease, index: int, offset: int, generation: int,
+        sink: Sink,
+    ) -> MissReason | None:  # fmt: skip
+        if not slots.PAGE_BYTES <= offset <= len(self._arena) - slots.slot_bytes(info.block_bytes):
+            return MissReason.CORRUPT
+        header = slots.read_header(self._arena, offset)
+        if (header.generation, header.key) != (generation, lease.keys[index]):
+            return MissReason.OVERWRITTEN
+        if header.payload_bytes != info.block_bytes:
+            return MissReason.CORRUPT
+        view = slots.payload(self._arena, offset, info.block_bytes).toreadonly()
+        sink(index, view)
+        sound = True
+        if self._attached.verify_always:
+            sound = header.checksum == codec.checksum(view)
+        if slots.read_generation(self._arena, offset) != generation:
+            return MissReason.OVERWRITTEN
+        return None if sound else MissReason.CORRUPT
+
+    def store(
+        self, info: NamespaceInfo, keys: Sequence[BlockKey], parent: BlockKey | None,
+        source: Source, timeout_s: float,
+    ) -> Stored:  # fmt: skip
+        deadline_s = time.monotonic() + min(timeout_s, self._attached.store_lease_s / 2)
+        request = pb.ReserveRequest(
+            namespace=info.fingerprint,
+            keys=convert.join_keys(keys),
+            parent=parent or b"",
+            block_bytes=info.block_bytes,
+            session=self._attached.session,
+            release=self._attached.take_releases(),
+        )
+        reserved = self._stub.Reserve(request, timeout=CALL_TIMEOUT_S)
+        positions = [
+            index
+            for index, answer in enumerate(reserved.answers)
+            if answer == pb.ReserveResponse.ANSWER_RESERVED
+        ]
+        failed: list[int] = []
+        checksums = array.array("Q")
+        try:
+            for slot, (index, offset) in enumerate(
+                zip(positions, reserved.slot_offsets, strict=True)
+            ):
+                view = slots.payload(self._arena, offset, info.block_bytes)
+                header = slots.read_header(self._arena, offset)
+                # Past the deadline the slot may be another's.
+                if time.monotonic() < deadline_s and header.key == keys[index]:
+                    source(index, view)
+                else:
+                    failed.append(slot)
+                if self._attached.verify_always:
+                    checksums.append(codec.checksum(view))
+        except BaseException:
+            abort = pb.AbortRequest(session=self._attached.session, lease=reserved.lease)
+            self._stub.Abort(abort, timeout=CALL_TIMEOUT_S)
+            raise
+        if positions:
+            commit = pb.CommitRequest(
+                session=self._attached.session,
+                lease=reserved.lease,
+                checksums=checksums.tobytes(),
+                failed=failed,
+            )
+            self._stub.Commit(commit, timeout=CALL_TIMEOUT_S)
+        stored = _count_answers(reserved.answers)
+        stored.stored -= len(failed)
+        stored.skip(SkipReason.FAILED, len(failed))
+        return stored
+
+
+class StreamPlane:
+    """Sends blocks as chunks over gRPC, with a checksum each."""
+
+    def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub):
+        self._attached = attached
+        self._stub = stub
+
+    def load(
+        self, info: NamespaceInfo, lease: Lease, first: int, count: int, sink: Sink,
+        timeout_s: float,
+    ) -> list[MissReason | None]:  # fmt: skip
+        results: list[MissReason | None] = [MissReason.TOO_SLOW] * count
+        pending = set(range(first, first + count))
+        request = pb.GetRequest(
+            session=self._attached.session, lease=lease.id, first=first, count=count
+        )
+        buffer = np.empty(info.block_bytes, np.uint8)
+        try:
+            responses = iter(self._stub.Get(request, timeout=timeout_s))
+            for response in responses:
+                result = response.result
+                pending.discard(result.index)
+                if result.miss_reason:
+                    reason: MissReason | None = convert.MISS_FROM_WIRE[result.miss_reason]
+                elif self._receive(responses, buffer) and (
+                    codec.checksum(buffer.data) == result.checksum
+                ):
+                    reason = None
+                    sink(result.index, buffer.data.toreadonly())
+                else:
+                    reason = MissReason.CORRUPT
+                results[result.index - first] = reason
+        except grpc.RpcError as error:
+            for index in pending:
+                results[index - first] = _miss_reason(error)
+        return results
+
+    def _receive(self, responses: Iterator[pb.GetResponse], buffer: np.ndarray) -> bool:
+        filled = 0
+        while filled < buffer.nbytes:
+            chunk = next(responses).chunk
+            if not chunk or filled + len(chunk) > buffer.nbytes:
+                return False
+            buffer[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            filled += len(chunk)
+        return True
+
+    def store(
+        self, info: NamespaceInfo, keys: Sequence[BlockKey], parent: BlockKey | None,
+        source: Source, timeout_s: float,
+    ) -> Stored:  # fmt: skip
+        # Blocks that are there already would be sent for nothing, so look first.
+        look = pb.LookupRequest(
+            namespace=info.fingerprint,
+            keys=convert.join_keys(keys),
+            release=self._attached.take_releases(),
+            session=self._attached.session,
+        )
+        found = self._stub.Lookup(look, timeout=CALL_TIMEOUT_S)
+        resident = found.tier_blocks[0] if list(found.tiers[:1]) == [pb.TIER_CPU] else 0
+        if resident == len(keys):
+            return Stored(present=resident)
+        header = pb.PutHeader(
+            namespace=info.fingerprint,
+            keys=convert.join_keys(keys[resident:]),
+            parent=(keys[resident - 1] if resident else parent) or b"",
+            block_bytes=info.block_bytes,
+            session=self._attached.session,
+        )
+        answer = self._stub.Put(
+            self._messages(header, range(resident, len(keys)), info, source), timeout=timeout_s
+        )
+        stored = _count_answers(answer.answers)
+        stored.present += resident
+        stored.stored -= answer.corrupt
+        stored.skip(SkipReason.FAILED, answer.corrupt)
+        return stored
+
+    def _messages(
+        self, header: pb.PutHeader, positions: range, info: NamespaceInfo, source: Source
+    ) -> Iterator[pb.PutRequest]:
+        yield pb.PutRequest(header=header)
+        for position in positions:
+            buffer = memoryview(bytearray(info.block_bytes))
+            source(position, buffer)
+            for start in range(0, info.block_bytes, CHUNK_BYTES):
+                yield pb.PutRequest(chunk=bytes(buffer[start : start + CHUNK_BYTES]))
+            yield pb.PutRequest(checksum=codec.checksum(buffer))
+
+
+def _count_answers(answers: Sequence[pb.ReserveResponse.Answer.ValueType]) -> Stored:
+    stored = Stored()
+    for answer in answers:
+        if answer == pb.ReserveResponse.ANSWER_RESERVED:
+            stored.stored += 1
+        elif answer == pb.ReserveResponse.ANSWER_NO_SPACE:
+            stored.skip(SkipReason.NO_SPACE, 1)
+        else:
+            stored.present += 1
+    return stored
+
+
+def _miss_reason(error: grpc.RpcError) -> MissReason:
+    code = error.code() if isinstance(error, grpc.Call) else None
+    # NOT_FOUND: the lease ended before the load did.
+    late = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.NOT_FOUND)
+    return MissReason.TOO_SLOW if code in late else MissReason.SERVER_DOWN

@@ -1,0 +1,1 @@
+"""What the server reports: `ledger` adds up, `snapshot` is the JSON, `text` and `page` show it."""

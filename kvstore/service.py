@@ -1,0 +1,371 @@
+"""The gRPC service: messages in, messages out. Decides nothing.
+
+Every handler reads its request strictly before it touches the store, so that a wrong request
+changes nothing. Errors become status codes in one place, `_Answers`.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import grpc
+
+from kvstore import codec, errors
+from kvstore.index import Block
+from kvstore.leases import LeaseId, SessionId
+from kvstore.report.board import Board
+from kvstore.store import STORE_LEASE_S, Store
+from kvstore.tiers.cpu import Answer
+from kvstore.types import BlockKey, MissReason, NamespaceInfo, TierName
+from kvstore.watch import EventKind
+from kvstore.wire import convert
+from kvstore.wire._pb import kvstore_pb2 as pb
+from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
+from kvstore.wire.limits import CHUNK_BYTES, NAME_CHARS_MAX
+from kvstore.wire.status import code_of
+
+log = logging.getLogger("kvstore.service")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_ANSWERS = {
+    Answer.RESERVED: pb.ReserveResponse.ANSWER_RESERVED,
+    Answer.PRESENT: pb.ReserveResponse.ANSWER_PRESENT,
+    Answer.BUSY: pb.ReserveResponse.ANSWER_BUSY,
+    Answer.NO_SPACE: pb.ReserveResponse.ANSWER_NO_SPACE,
+}
+
+_KINDS = {
+    EventKind.STORED: pb.WatchResponse.KIND_STORED,
+    EventKind.EVICTED: pb.WatchResponse.KIND_EVICTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the server tells a client that attaches."""
+
+    epoch: int
+    version: str
+    arena_path: str
+    """Empty when the arena isn't shared."""
+    arena_bytes: int
+
+
+def unary(
+    handler: Callable[[Service, Q], Awaitable[R]],
+) -> Callable[[Service, Q, Context], Awaitable[R]]:
+    """A handler whose errors become status codes."""
+
+    async def answer(self: Service, request: Q, context: Context) -> R:
+        self.calls[handler.__name__] += 1
+        try:
+            return await handler(self, request)
+        except errors.KVStoreError as error:
+            await context.abort(code_of(error), str(error))
+            raise AssertionError("abort raises") from error
+
+    return answer
+
+
+def stream(
+    handler: Callable[[Service, Q], AsyncIterator[R]],
+) -> Callable[[Service, Q, Context], AsyncIterator[R]]:
+    """The same for a handler that answers with a stream."""
+
+    async def answer(self: Service, request: Q, context: Context) -> AsyncIterator[R]:
+        self.calls[handler.__name__] += 1
+        try:
+            async for response in handler(self, request):
+                yield response
+        except errors.KVStoreError as error:
+            await context.abort(code_of(error), str(error))
+
+    return answer
+
+
+class Service(pb_grpc.KVStoreServicer):
+    """`protos/kvstore/v1/kvstore.proto`, where each method is explained."""
+
+    def __init__(self, store: Store, board: Board, identity: Identity):
+        self._store = store
+        self._board = board
+        self._identity = identity
+        self._closing = asyncio.Event()
+        self.calls: Counter[str] = Counter()
+        """Calls by method, for metrics."""
+
+    def close(self) -> None:
+        """Ends the streams that have no end of their own."""
+        self._closing.set()
+        self._store.watchers.close()
+
+    # -- sessions and namespaces
+
+    @stream
+    async def Attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
+        session = self._store.leases.open_session(request.client[:NAME_CHARS_MAX])
+        try:
+            yield pb.AttachResponse(
+                session=session,
+                epoch=self._identity.epoch,
+                version=self._identity.version,
+                arena_path=self._identity.arena_path,
+                arena_bytes=self._identity.arena_bytes,
+                verify_always=self._store.verify_always,
+                store_lease_ms=int(STORE_LEASE_S * 1000),
+            )
+            await self._closing.wait()
+        finally:
+            self._store.close_session(session)
+            self._board.forget_engine(session)
+
+    @unary
+    async def OpenNamespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceResponse:
+        fingerprint = convert.to_fingerprint(request.namespace)
+        if request.block_tokens < 1:
+            raise errors.InvalidRequest(f"block_tokens: {request.block_tokens} is not positive")
+        for name in (request.model, request.tenant):
+            if len(name) > NAME_CHARS_MAX:
+                raise errors.InvalidRequest(f"a name has {len(name)} characters, over {NAME_CHARS_MAX}")
+        self._store.open_namespace(
+            NamespaceInfo(
+                fingerprint,
+                request.block_bytes,
+                request.block_tokens,
+                request.model or "unknown",
+                request.tenant or "default",
+            )
+        )
+        return pb.OpenNamespaceResponse()
+
+    # -- reading
+
+    @unary
+    async def Lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        keys = convert.split_keys(request.keys)
+        fingerprint = convert.to_fingerprint(request.namespace)
+        if request.lease_ms < 0:
+            raise errors.InvalidRequest(f"lease_ms: {request.lease_ms} is negative")
+        session = SessionId(request.session)
+        self._release(session, request.release)
+        found = await self._store.lookup(fingerprint, keys, session, request.lease_ms / 1000)
+        resident = [block for block in found.blocks if block is not None]
+        return pb.LookupResponse(
+            present=len(found.blocks),
+            tiers=[convert.TIER_TO_WIRE[name] for name, _ in found.runs],
+            tier_blocks=[count for _, count in found.runs],
+            miss_reason=_miss_to_wire(found.miss_reason),
+            lease=found.lease or 0,
+            slot_offsets=_packed([block.offset for block in resident]),
+            slot_generations=_packed([block.generation for block in resident]),
+        )
+
+    @stream
+    async def Fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
+        arrivals = self._store.fetch(
+            SessionId(request.session), LeaseId(request.lease), request.first, request.count
+        )
+        async for index, arrived in arrivals:
+            if isinstance(arrived, MissReason):
+                yield pb.FetchResponse(index=index, miss_reason=_miss_to_wire(arrived))
+            else:
+                slot = pb.Slot(offset=arrived.offset, generation=arrived.generation)
+                yield pb.FetchResponse(index=index, slot=slot)
+
+    @stream
+    async def Get(self, request: pb.GetRequest) -> AsyncIterator[pb.GetResponse]:
+        arrivals = self._store.fetch(
+            SessionId(request.session), LeaseId(request.lease), request.first, request.count
+        )
+        async for index, arrived in arrivals:
+            if isinstance(arrived, MissReason):
+                result = pb.GetResult(index=index, miss_reason=_miss_to_wire(arrived))
+                yield pb.GetResponse(result=result)
+                continue
+            # The lease pins the block. Should it end meanwhile and the slot be reused, then the
+            # bytes don't match the checksum, and the client drops them.
+            view = self._store.cpu.view(arrived)
+            checksum = arrived.checksum
+            if checksum is None:
+                checksum = await asyncio.to_thread(codec.checksum, view)
+            yield pb.GetResponse(result=pb.GetResult(index=index, checksum=checksum))
+            for start in range(0, len(view), CHUNK_BYTES):
+                yield pb.GetResponse(chunk=bytes(view[start : start + CHUNK_BYTES]))
+
+    @unary
+    async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        self._release(SessionId(request.session), request.leases)
+        return pb.ReleaseResponse()
+
+    # -- writing
+
+    @unary
+    async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        keys = convert.split_keys(request.keys)
+        fingerprint = convert.to_fingerprint(request.namespace)
+        parent = convert.to_parent(request.parent)
+        session = SessionId(request.session)
+        self._release(session, request.release)
+        answers, blocks, lease = self._store.reserve(
+            fingerprint, keys, parent, request.block_bytes, session
+        )
+        return pb.ReserveResponse(
+            answers=[_ANSWERS[answer] for answer in answers],
+            lease=lease or 0,
+            slot_offsets=[block.offset for block in blocks],
+        )
+
+    @unary
+    async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        if len(request.checksums) % 8:
+            raise errors.InvalidRequest(
+                f"checksums: {len(request.checksums)} bytes are not a whole number of 8-byte sums"
+            )
+        committed = self._store.commit(
+            SessionId(request.session),
+            LeaseId(request.lease),
+            _unpacked(request.checksums) if request.checksums else None,
+            request.failed,
+        )
+        return pb.CommitResponse(committed=committed)
+
+    @unary
+    async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        self._store.abort(SessionId(request.session), LeaseId(request.lease))
+        return pb.AbortResponse()
+
+    async def Put(
+        self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
+    ) -> pb.PutResponse:
+        self.calls["Put"] += 1
+        try:
+            return await self._put(request_iterator)
+        except errors.KVStoreError as error:
+            await context.abort(code_of(error), str(error))
+            raise AssertionError("abort raises") from error
+
+    async def _put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("message") != "header":
+            raise errors.InvalidRequest("Put: the first message must be a header")
+        header = first.header
+        session = SessionId(header.session)
+        answers, blocks, lease = self._store.reserve(
+            convert.to_fingerprint(header.namespace),
+            convert.split_keys(header.keys),
+            convert.to_parent(header.parent),
+            header.block_bytes,
+            session,
+        )
+        checksums: list[int] = []
+        failed: list[int] = []
+        try:
+            reserved = iter(blocks)
+            for answer in answers:
+                block = next(reserved) if answer is Answer.RESERVED else None
+                expected = await self._receive_block(requests, block, header.block_bytes)
+                if block is None:
+                    continue
+                actual = await asyncio.to_thread(codec.checksum, self._store.cpu.view(block))
+                if actual != expected:
+                    failed.append(len(checksums))
+                checksums.append(actual)
+            if lease is not None:
+                self._store.commit(session, lease, checksums, failed)
+                lease = None
+        finally:
+            if lease is not None:
+                self._store.release(session, [lease])
+        return pb.PutResponse(answers=[_ANSWERS[answer] for answer in answers], corrupt=len(failed))
+
+    async def _receive_block(
+        self, requests: AsyncIterator[pb.PutRequest], block: Block | None, block_bytes: int
+    ) -> int:
+        """Writes one block's chunks to its slot, if it has one; returns the checksum sent."""
+        view = self._store.cpu.view(block) if block is not None else None
+        filled = 0
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "checksum" and filled == block_bytes:
+                return request.checksum
+            if kind != "chunk" or filled + len(request.chunk) > block_bytes:
+                raise errors.InvalidRequest(
+                    f"Put: a {kind} after {filled} of a block's {block_bytes} bytes"
+                )
+            end = filled + len(request.chunk)
+            if view is not None:
+                view[filled:end] = request.chunk
+            filled = end
+        raise errors.InvalidRequest(f"Put: ended after {filled} of a block's {block_bytes} bytes")
+
+    # -- the rest
+
+    @unary
+    async def RecordUsage(self, request: pb.RecordUsageRequest) -> pb.RecordUsageResponse:
+        info = self._store.namespace(convert.to_fingerprint(request.namespace)).info
+        usage = convert.usage_from_wire(request.usage)
+        refused = convert.split_keys(request.refused_keys) if request.refused_keys else []
+        if request.gpu_capacity_bytes < 0 or request.gpu_used_bytes < 0:
+            raise errors.InvalidRequest("gpu_capacity_bytes, gpu_used_bytes: negative")
+        self._board.record(info, usage)
+        self._store.history.note(refused, MissReason.REFUSED)
+        if request.session:
+            session = SessionId(request.session)
+            self._store.leases.check_session(session)
+            self._board.note_engine(session, request.gpu_capacity_bytes, request.gpu_used_bytes)
+        return pb.RecordUsageResponse()
+
+    @unary
+    async def Report(self, request: pb.ReportRequest) -> pb.ReportResponse:
+        return pb.ReportResponse(json=json.dumps(self._board.snapshot()))
+
+    @unary
+    async def Clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
+        fingerprint = convert.to_fingerprint(request.namespace) if request.namespace else None
+        blocks, remote = await self._store.clear(fingerprint, arena_only=request.arena_only)
+        return pb.ClearResponse(blocks=blocks, redis_blocks=remote)
+
+    @stream
+    async def Watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
+        fingerprint = convert.to_fingerprint(request.namespace) if request.namespace else None
+        async for event in self._store.watchers.subscribe(fingerprint):
+            yield pb.WatchResponse(
+                kind=_KINDS[event.kind],
+                namespace=event.namespace,
+                keys=convert.join_keys(event.keys),
+                tier=convert.TIER_TO_WIRE[event.tier],
+            )
+
+    def _release(self, session: SessionId, leases: Any) -> None:
+        self._store.release(session, [LeaseId(lease) for lease in leases])
+
+
+def _miss_to_wire(reason: MissReason | None) -> pb.MissReason.ValueType:
+    return convert.MISS_TO_WIRE[reason] if reason is not None else pb.MISS_REASON_UNSPECIFIED
+
+
+def _packed(numbers: list[int]) -> bytes:
+    packed = array.array("Q", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpacked(raw: bytes) -> list[int]:
+    numbers = array.array("Q")
+    numbers.frombytes(raw)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()

@@ -1,0 +1,1 @@
+"""Where blocks are kept: one tier a file, under the contract in `base`."""

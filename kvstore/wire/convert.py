@@ -1,0 +1,153 @@
+"""Messages to types and back. Refuses what is malformed; decides nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+from kvstore.errors import InvalidRequest
+from kvstore.types import (
+    KEY_BYTES,
+    BlockCount,
+    BlockKey,
+    Fingerprint,
+    MissReason,
+    SkipReason,
+    TierName,
+    Usage,
+)
+from kvstore.wire._pb import kvstore_pb2 as pb
+from kvstore.wire.limits import KEYS_MAX
+
+E = TypeVar("E", bound=StrEnum)
+
+TIER_TO_WIRE: dict[TierName, pb.Tier.ValueType] = {
+    name: pb.Tier.Value(f"TIER_{name.name}") for name in TierName
+}
+TIER_FROM_WIRE: dict[int, TierName] = {value: name for name, value in TIER_TO_WIRE.items()}
+MISS_TO_WIRE: dict[MissReason, pb.MissReason.ValueType] = {
+    reason: pb.MissReason.Value(f"MISS_REASON_{reason.name}") for reason in MissReason
+}
+MISS_FROM_WIRE: dict[int, MissReason] = {value: reason for reason, value in MISS_TO_WIRE.items()}
+SKIP_TO_WIRE: dict[SkipReason, pb.SkipReason.ValueType] = {
+    reason: pb.SkipReason.Value(f"SKIP_REASON_{reason.name}") for reason in SkipReason
+}
+SKIP_FROM_WIRE: dict[int, SkipReason] = {value: reason for reason, value in SKIP_TO_WIRE.items()}
+
+
+def split_keys(joined: bytes) -> list[BlockKey]:
+    """The keys of a request.
+
+    Raises:
+        InvalidRequest: not a whole number of keys, none, or too many.
+    """
+    count, rest = divmod(len(joined), KEY_BYTES)
+    if rest:
+        raise InvalidRequest(
+            f"keys: {len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys"
+        )
+    if not 0 < count <= KEYS_MAX:
+        raise InvalidRequest(f"keys: {count} keys; a request has 1 to {KEYS_MAX}")
+    return [
+        BlockKey(joined[start : start + KEY_BYTES]) for start in range(0, len(joined), KEY_BYTES)
+    ]
+
+
+def join_keys(keys: Sequence[BlockKey]) -> bytes:
+    """Keys as a request carries them.
+
+    Raises:
+        InvalidRequest: a key has another length, or there are too many.
+    """
+    joined = b"".join(keys)
+    if len(joined) != len(keys) * KEY_BYTES or any(len(key) != KEY_BYTES for key in keys):
+        raise InvalidRequest(f"every key has {KEY_BYTES} bytes")
+    if len(keys) > KEYS_MAX:
+        raise InvalidRequest(f"{len(keys)} keys; a request has 1 to {KEYS_MAX}")
+    return joined
+
+
+def to_fingerprint(raw: bytes) -> Fingerprint:
+    """A namespace's fingerprint. Raises InvalidRequest when its length is wrong."""
+    if len(raw) != KEY_BYTES:
+        raise InvalidRequest(f"namespace: {len(raw)} bytes; a fingerprint has {KEY_BYTES}")
+    return Fingerprint(raw)
+
+
+def to_parent(raw: bytes) -> BlockKey | None:
+    """The key before the first one; empty bytes mean that there is none."""
+    if raw and len(raw) != KEY_BYTES:
+        raise InvalidRequest(f"parent: {len(raw)} bytes; a key has {KEY_BYTES}, or is left out")
+    return BlockKey(raw) if raw else None
+
+
+def count_to_wire(count: BlockCount) -> pb.BlockCount:
+    """A count as a message."""
+    return pb.BlockCount(tokens=count.tokens, blocks=count.blocks, bytes=count.bytes)
+
+
+def count_from_wire(count: pb.BlockCount) -> BlockCount:
+    """A message as a count."""
+    return BlockCount(count.tokens, count.blocks, count.bytes)
+
+
+def usage_to_wire(usage: Usage) -> pb.Usage:
+    """Usage as a message."""
+    return pb.Usage(
+        requests=usage.requests,
+        prompt=count_to_wire(usage.prompt),
+        output_tokens=usage.output_tokens,
+        hits=[
+            pb.Usage.Hits(tier=TIER_TO_WIRE[tier], count=count_to_wire(count))
+            for tier, count in usage.hits.items()
+        ],
+        misses=[
+            pb.Usage.Misses(reason=MISS_TO_WIRE[reason], count=count_to_wire(count))
+            for reason, count in usage.misses.items()
+        ],
+        stored=count_to_wire(usage.stored),
+        already_present=count_to_wire(usage.already_present),
+        skipped=[
+            pb.Usage.Skips(reason=SKIP_TO_WIRE[reason], count=count_to_wire(count))
+            for reason, count in usage.skipped.items()
+        ],
+        prefill_saved_s=usage.prefill_saved_s,
+        load_s=usage.load_s,
+        prefill_s=usage.prefill_s,
+        total_s=usage.total_s,
+    )
+
+
+def usage_from_wire(usage: pb.Usage) -> Usage:
+    """A message as usage.
+
+    Raises:
+        InvalidRequest: a tier or reason of this version is unknown, or given twice.
+    """
+    seconds = (usage.prefill_saved_s, usage.load_s, usage.prefill_s, usage.total_s)
+    if not all(math.isfinite(value) for value in seconds):
+        raise InvalidRequest("usage: seconds must be finite numbers")
+    return Usage(
+        usage.requests,
+        count_from_wire(usage.prompt),
+        usage.output_tokens,
+        _counts(TIER_FROM_WIRE, [(entry.tier, entry.count) for entry in usage.hits]),
+        _counts(MISS_FROM_WIRE, [(entry.reason, entry.count) for entry in usage.misses]),
+        count_from_wire(usage.stored),
+        count_from_wire(usage.already_present),
+        _counts(SKIP_FROM_WIRE, [(entry.reason, entry.count) for entry in usage.skipped]),
+        *seconds,
+    )
+
+
+def _counts(
+    names: Mapping[int, E], entries: Sequence[tuple[int, pb.BlockCount]]
+) -> dict[E, BlockCount]:
+    counts: dict[E, BlockCount] = {}
+    for number, count in entries:
+        if number not in names or names[number] in counts:
+            raise InvalidRequest(f"usage: tier or reason {number} is unknown, or given twice")
+        counts[names[number]] = count_from_wire(count)
+    return counts

@@ -1,0 +1,45 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it. Goes to the repository's root and sees to it that .venv holds
+# the project and its tools. Does nothing when neither pyproject.toml nor constraints.txt changed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+find_python() { # prints the name of a Python that is new enough
+    local name
+    for name in python3 python3.14 python3.13 python3.12 python3.11; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "Python 3.11 or newer is needed; python3 is $(python3 -V 2>/dev/null || echo absent)." >&2
+    return 1
+}
+
+make_venv() {
+    local python root=()
+    python="$(find_python)"
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        if [[ "$(id -u)" != 0 ]]; then root=(sudo -n); fi
+        echo "installing $python-venv" >&2
+        if ! { "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq "$python-venv"; } >&2; then
+            echo "$python can't make environments. Please run: apt-get install $python-venv" >&2
+            return 1
+        fi
+    fi
+    "$python" -m venv .venv
+}
+
+install() {
+    local stamp
+    stamp=".venv/installed-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)"
+    if [[ -e "$stamp" ]]; then return; fi
+    if [[ ! -x .venv/bin/pip ]]; then make_venv; fi
+    echo "installing into .venv; the first time takes a few minutes" >&2
+    .venv/bin/python -m pip --disable-pip-version-check install --quiet \
+        --constraint constraints.txt --editable '.[dev]' >&2
+    rm -f .venv/installed-*
+    touch "$stamp"
+}
+
+install
