@@ -11,7 +11,7 @@ pay for both.
 
 *Store* if  reuse · (prefill saved - load) > what the request waits for the store,  and if that
 expected gain is at least `StorePolicy.gain_share_min` of the whole request. The second condition
-is what keeps a short prompt with a long answer out: its prefill is a thousandth part of its
+is what keeps a short prompt with a long answer out: its prefill is a hundredth part of its
 time, and memory spent on it is taken from a document that saves seconds. For the same reason
 tokens of the prompt and of the answer don't count alike, see `expected_reuse`.
 
@@ -42,7 +42,7 @@ ANSWER_REUSE_PRIOR = 0.05
 
 They come back only if this very conversation goes on, and then they come back in its next
 prompt, where they count as prompt tokens. So a low value only delays their storing by one turn,
-while a high one would store every one-off answer, the longer the rather.
+while a high one would store one-off answers, and the longer they are, the sooner.
 """
 
 GAIN_SHARE_MIN = 0.01
@@ -165,27 +165,19 @@ def decide_store(
     load_s = min((costs.load_s(tier, size_bytes) for tier in tiers), default=0.0)
     gain_s = max(costs.saved_s(blocks * block_tokens, context) - load_s, 0.0)
     cost_s = costs.store_s(size_bytes)
-    reason = _skip_reason(costs, policy, gain_s, reuse_probability * gain_s, cost_s, request_s)
-    return StoreDecision(reason is None, reason, gain_s, cost_s, request_s, reuse_probability)
-
-
-def _skip_reason(
-    costs: CostModel,
-    policy: StorePolicy,
-    gain_s: float,
-    expected_gain_s: float,
-    cost_s: float,
-    request_s: float,
-) -> SkipReason | None:
+    expected_s = reuse_probability * gain_s
+    reason: SkipReason | None = None
     if policy.override is Override.NEVER:
-        return SkipReason.BY_REQUEST
-    if policy.override is Override.ALWAYS or not costs.prefill.known:
-        return None
-    if gain_s > 0.0 and expected_gain_s < policy.gain_share_min * request_s:
-        return SkipReason.GAIN_TOO_SMALL
-    if expected_gain_s <= cost_s:
-        return SkipReason.COSTS_MORE_THAN_IT_SAVES
-    return None
+        reason = SkipReason.BY_REQUEST
+    elif policy.override is Override.ALWAYS or not costs.prefill.known:
+        pass  # what was not measured is assumed to pay
+    elif gain_s <= 0.0 < blocks:
+        reason = SkipReason.COSTS_MORE_THAN_IT_SAVES
+    elif expected_s < policy.gain_share_min * request_s:
+        reason = SkipReason.GAIN_TOO_SMALL
+    elif expected_s <= cost_s:
+        reason = SkipReason.COSTS_MORE_THAN_IT_SAVES
+    return StoreDecision(reason is None, reason, gain_s, cost_s, request_s, reuse_probability)
 
 
 def expected_reuse(first_token: int, prompt_tokens: int, end_token: int) -> float:

@@ -250,7 +250,17 @@ def _given(*coefficients: float) -> Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillCost:
+class _Cost:
+    estimate: Estimate
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was measured to trust the numbers."""
+        return self.estimate.known
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost(_Cost):
     """Seconds to prefill n tokens after c: `fixed + linear * n + quadratic * n * (c + n / 2)`.
 
     The last term is attention: token number i looks at i others.
@@ -283,7 +293,7 @@ class PrefillCost:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCost:
+class DecodeCost(_Cost):
     """Seconds of each generated token, as this request's share of the engine's time."""
 
     estimate: Estimate = Estimate((0.01,))
@@ -303,10 +313,8 @@ class DecodeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class _BytesCost:
+class _BytesCost(_Cost):
     """Seconds to move bytes: `latency_s + bytes / bandwidth`."""
-
-    estimate: Estimate
 
     @classmethod
     def of(cls, latency_s: float, bytes_per_s: float) -> Self:

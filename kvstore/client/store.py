@@ -356,6 +356,7 @@ class Store:
         Raises:
             Unavailable: the server is not there.
         """
+        self._connection.release()  # or our own leases would keep blocks
         request = pb.ClearRequest(
             namespace=namespace.fingerprint if namespace is not None else b"",
             arena_only=arena_only,

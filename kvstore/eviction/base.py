@@ -3,8 +3,7 @@
 The caller guarantees
   - `insert` once for each block, before any other call with it, and `remove` once at its end;
   - `touch` gets the blocks of one prefix in order, parent before child, whenever a prefix is
-    used, so that a block is never used without those before it;
-  - all blocks of one policy have the same size.
+    used, so that a block is never used without those before it.
 
 The policy guarantees
   - `candidates` yields every block that it knows exactly once, the one to go first first;

@@ -7,7 +7,6 @@ print, escaping it for HTML is the page's work.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -33,7 +32,7 @@ MISSES: Mapping[str, str] = {
     MissReason.TOO_SLOW: "They were there, but did not arrive by the deadline.",
     MissReason.CORRUPT: "What came back failed its checks and was not used.",
     MissReason.OVERWRITTEN: "Their slot was reused while it was being read.",
-    MissReason.NO_SPACE: "They were in a far tier, and every block that could make room was in use.",
+    MissReason.NO_SPACE: "They were in a far tier, and all that could make room was in use.",
     MissReason.TIER_DOWN: "The tier that may hold them could not be asked.",
     MissReason.SERVER_DOWN: "The engine could not reach this server.",
     MissReason.TAIL: "The last token and what follows the last full block: never loadable.",
@@ -115,14 +114,12 @@ def size(size_bytes: int) -> str:
 
 def _scaled(n: int, step: int, units: tuple[str, ...]) -> str:
     power, value = 0, float(n)
-    while abs(value) >= step and power < len(units) - 1:
-        power, value = power + 1, value / step
     # 1,048,575 bytes would print as "1024 KiB": what rounds up to a whole unit gets that unit.
-    if power and round(abs(value)) >= step and power < len(units) - 1:
+    while power < len(units) - 1 and (abs(value) if power == 0 else round(abs(value))) >= step:
         power, value = power + 1, value / step
     if power == 0:
         return f"{n} {units[0]}".rstrip()
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {units[power]}"
 
 

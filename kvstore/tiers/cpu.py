@@ -127,14 +127,18 @@ class CpuTier(Tier[memoryview]):
 
     # -- reading in place
 
-    def touch(self, prefix: Sequence[Block]) -> None:
-        """Notes that the blocks, consecutive and from a prefix's start, were used."""
-        if prefix:
-            self._uses += 1
-            uses = self._uses
-            for block in prefix:
-                block.touched = uses
-            self._policies[prefix[0].namespace.info.block_bytes].touch(prefix)
+    def touch(self, path: Sequence[Block]) -> None:
+        """Notes that these blocks of one prefix, in order, were used, and so those before them."""
+        if not path:
+            return
+        # A block that is being stored is no part of the order yet.
+        prefix = [block for block in path[0].ancestors() if block.generation]
+        prefix.extend(path)
+        self._uses += 1
+        uses = self._uses
+        for block in prefix:
+            block.touched = uses
+        self._policy(path[0]).touch(prefix)
 
     def view(self, block: Block) -> memoryview:
         """The block's payload in place. Valid while the block is pinned or reserved."""
@@ -201,14 +205,6 @@ class CpuTier(Tier[memoryview]):
         block.namespace.commit(block)
         self._policy(block).insert(block)
         self.counters.stored += 1
-
-    def touch_path(self, last: Block) -> None:
-        """Notes that the prefix which ends with this block was used."""
-        path = [last]
-        while path[-1].parent is not None:
-            path.append(path[-1].parent)
-        path.reverse()
-        self.touch([block for block in path if block.generation])
 
     def abort(self, block: Block) -> None:
         """Gives a reserved slot back. Nobody may be writing to it any more."""
@@ -282,8 +278,7 @@ class CpuTier(Tier[memoryview]):
                 np.frombuffer(self.view(block), np.uint8), np.frombuffer(data[block.key], np.uint8)
             )
             self.commit(block)
-        if reservation.blocks:
-            self.touch_path(reservation.blocks[-1])
+        self.touch(reservation.blocks)
         meaning = {
             Answer.RESERVED: Outcome.OK,
             Answer.PRESENT: Outcome.PRESENT,

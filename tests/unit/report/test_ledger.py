@@ -62,7 +62,7 @@ _seconds = st.integers(0, 1 << 20).map(lambda n: n / 8)
 @st.composite
 def usages(draw: st.DrawFn) -> Usage:
     hits = draw(st.dictionaries(st.sampled_from(TierName), _counts))
-    misses = draw(st.dictionaries(st.sampled_from(MissReason), _counts))
+    misses = draw(st.dictionaries(st.sampled_from(MissReason), _counts, max_size=3))
     return Usage(
         draw(_numbers),
         sum([*hits.values(), *misses.values()], BlockCount()),
@@ -71,7 +71,7 @@ def usages(draw: st.DrawFn) -> Usage:
         misses,
         draw(_counts),
         draw(_counts),
-        draw(st.dictionaries(st.sampled_from(SkipReason), _counts)),
+        draw(st.dictionaries(st.sampled_from(SkipReason), _counts, max_size=3)),
         -draw(_seconds),
         draw(_seconds),
         draw(_seconds),
@@ -79,7 +79,7 @@ def usages(draw: st.DrawFn) -> Usage:
     )
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), usages())))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), usages()), max_size=6))
 def test_totals_models_and_tenants_are_each_the_sum_of_all_usages(
     records: list[tuple[str, str, Usage]],
 ) -> None:

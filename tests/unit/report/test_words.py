@@ -109,10 +109,10 @@ def test_counts_are_in_full_until_they_are_long(n: int, shown: str) -> None:
     assert words.count(n) == shown
 
 
-@given(st.integers(0, 1 << 90))
+@given(st.integers(0, 1 << 70))
 def test_sizes_and_counts_of_any_length_stay_short(n: int) -> None:
-    assert len(words.size(n).split(" ")[0]) <= 9
-    assert "e" not in words.count(n)
+    assert len(words.size(n)) <= len("1023 KiB")
+    assert len(words.count(n)) <= len("99,999")
 
 
 @pytest.mark.parametrize(
