@@ -12,6 +12,7 @@ and sources. The server's absence shows only in the report. Every request ends w
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from engine.layout import KVLayout
 from engine.planner import LoadPlan, Run
 from engine.transfer import StoreJob, Transfer
 from kvstore.client import Found, Namespace, Sink, Source, Store, Stored
+from kvstore.errors import RequestError
 from kvstore.types import (
     BlockCount,
     BlockKey,
@@ -42,34 +44,45 @@ from kvstore.types import (
     Usage,
 )
 
+log = logging.getLogger("kvstore.engine")
+
 LOAD_TIMEOUT_S_MIN = 1.0
 LOAD_TIMEOUT_S_UNKNOWN = 10.0
 """While the engine's prefill has not been measured, there is nothing to compare loading with."""
 
 Tensor = TypeVar("Tensor")
+Pooled_co = TypeVar("Pooled_co", covariant=True)
 
 
-class Pool(Protocol[Tensor]):
+class Pool(Protocol[Pooled_co]):
     """The engine's own blocks, its gpu tier: `kvstore.tiers.gpu.GpuTier`, or nothing."""
 
-    def longest_prefix(self, namespace: NamespaceInfo, keys: Sequence[BlockKey]) -> int: ...
+    def longest_prefix(self, namespace: NamespaceInfo, keys: Sequence[BlockKey]) -> int:
+        """How many blocks from the start are here."""
+        ...
 
     def read(
         self,
         namespace: NamespaceInfo,
         keys: Sequence[BlockKey],
-        sink: Callable[[int, Tensor], None],
-    ) -> int: ...
+        sink: Callable[[int, Pooled_co], None],
+    ) -> int:
+        """Hands present blocks to the sink; returns how many."""
+        ...
 
     def write(
         self,
         namespace: NamespaceInfo,
         keys: Sequence[BlockKey],
-        source: Callable[[int, Tensor], None],
+        source: Callable[[int, Pooled_co], None],
         parent: BlockKey | None = None,
-    ) -> object: ...
+    ) -> object:
+        """Keeps blocks that are not here yet."""
+        ...
 
-    def status(self) -> TierStatus: ...
+    def status(self) -> TierStatus:
+        """How full it is."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,7 @@ class EngineSession(Generic[Tensor]):
         self._info = self.namespace.info
         self._costs = costs or CostModel()
         self._lock = threading.Lock()
+        self._warned = False
         self._transfer = Transfer()
 
     @property
@@ -143,7 +157,7 @@ class EngineSession(Generic[Tensor]):
         found = Found((), None)
         if pooled < len(loadable):
             # What the pool has, the store need not be asked for.
-            found = self.namespace.lookup(loadable[pooled:])
+            found = self._lookup(loadable[pooled:])
             runs.extend(found.runs)
         plan = planner.plan_load(
             shape.prompt_tokens,
@@ -155,6 +169,16 @@ class EngineSession(Generic[Tensor]):
             load,
         )
         return Request(self, keys, plan, pooled, found)
+
+    def _lookup(self, keys: Sequence[BlockKey]) -> Found:
+        """Looks up; a server that can't serve this namespace is as good as none."""
+        try:
+            return self.namespace.lookup(keys)
+        except RequestError as error:
+            if not self._warned:
+                log.error("the kvstore server can't be used: %s", error)
+                self._warned = True
+            return Found((), MissReason.SERVER_DOWN)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all that was to be stored is; False when that takes longer."""
@@ -204,20 +228,15 @@ class Request(Generic[Tensor]):
         """Blocks whose prefill the engine skips."""
         return sum(count for _, count in self._loaded)
 
-    def load(
-        self,
-        pool_sink: Callable[[int, Tensor], None],
-        sink: Sink,
-        blocks_max: int | None = None,
-    ) -> int:
+    def load(self, pool_sink: Callable[[int, Tensor], None], sink: Sink) -> int:
         """Copies the planned blocks to the sinks; returns how many tokens need no prefill.
 
         Both sinks take a block's position in the prompt. `pool_sink` gets the blocks of the
         engine's pool, `sink` those of the store. What they were given beyond the returned
-        tokens is void. `blocks_max` loads fewer than planned.
+        tokens is void.
         """
         started_s = time.perf_counter()
-        planned = self.plan.blocks if blocks_max is None else min(self.plan.blocks, blocks_max)
+        planned = self.plan.blocks
         pool, info = self._session.pool, self._session.namespace.info
         from_pool = min(self._pooled, planned)
         if pool is not None and from_pool:
@@ -231,6 +250,12 @@ class Request(Generic[Tensor]):
         self.release()
         self._load_s = time.perf_counter() - started_s
         return self.loaded_blocks * info.block_tokens
+
+    def truncate(self, blocks: int) -> None:
+        """Notes that the engine uses only the first `blocks` of what was loaded."""
+        if blocks < self.loaded_blocks:
+            self._loaded = list(planner.cut_runs(self._loaded, blocks))
+            self._failed = MissReason.NOT_WORTH_LOADING
 
     def _load_from_store(self, count: int, sink: Sink) -> None:
         """Loads the first `count` blocks that the store found, and measures each tier."""
@@ -296,7 +321,7 @@ class Request(Generic[Tensor]):
         self._learn(timing, len(tokens) - prompt_tokens)
         if session.pool is not None and pool_source is not None:
             session.pool.write(info, keys, pool_source)
-        hits, misses = self._settle()
+        hits, misses = self.plan.settle(self._loaded, self._failed)
         loaded_tokens = self.loaded_blocks * info.block_tokens
         session.record(
             Usage(
@@ -312,12 +337,6 @@ class Request(Generic[Tensor]):
             )
         )
         self._store(keys, len(tokens), source, timing.total_s, override)
-
-    def _settle(self) -> planner.Counts:
-        if self.loaded_blocks < self.plan.blocks and self._failed is None:
-            # The engine asked for fewer than planned, to keep a batch's rows aligned.
-            return self.plan.settle(self._loaded, MissReason.NOT_WORTH_LOADING)
-        return self.plan.settle(self._loaded, self._failed)
 
     def _all_keys(self, tokens: Tokens) -> list[BlockKey]:
         info = self._session.namespace.info

@@ -8,6 +8,7 @@ when there is no room, `allocate` says so and the caller evicts.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from dataclasses import dataclass, field
@@ -85,12 +86,10 @@ class Arena:
         self.path.unlink(missing_ok=True)
         os.close(self._lock_fd)
         self.buffer.release()
-        try:
+        # A worker thread may hold a view still, past the deadline of the shutdown. The process
+        # ends soon, and takes the mapping with it.
+        with contextlib.suppress(BufferError):
             self._mapping.close()
-        except BufferError:
-            # A worker thread still holds a view, past the deadline of the shutdown. The
-            # process ends soon, and takes the mapping with it.
-            pass
 
     @property
     def payload_bytes_max(self) -> int:
@@ -150,7 +149,8 @@ class Arena:
         self._advance(offset, to_even=False)
         number = self.slab_of(offset)
         slab = self._slabs[number]
-        assert slab is not None and slab.used > 0
+        assert slab is not None
+        assert slab.used > 0
         slab.free.append(offset)
         self.used_bytes -= slab.payload_bytes
         if slab.used == 0:

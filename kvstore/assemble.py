@@ -97,9 +97,7 @@ def assemble(config: Config) -> Server:
         if config.listen != "none":
             targets.append(config.listen)
         arena_path = str(arena.path) if config.share_arena else ""
-        board = Board(
-            store, clock, kvstore.__version__, epoch, targets, lambda: service.calls
-        )
+        board = Board(store, clock, kvstore.__version__, epoch, targets, lambda: service.calls)
         service = Service(
             store, board, Identity(epoch, kvstore.__version__, arena_path, arena.mapping_bytes)
         )

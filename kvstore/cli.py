@@ -67,7 +67,9 @@ def serve(file: Path | None, **flags: str | None) -> None:
     """
     from kvstore.assemble import assemble  # the server's parts are not needed by other commands
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         config = load(given, os.environ, file)

@@ -102,7 +102,8 @@ class Namespace:
 
     def begin(self, block: Block) -> None:
         """Notes a block as being stored: lookups don't see it, and its parent stays meanwhile."""
-        assert block.key not in self._pending and block.key not in self._blocks
+        assert block.key not in self._pending
+        assert block.key not in self._blocks
         self._pending[block.key] = block
         if block.parent_key is not None:
             parent = self._blocks.get(block.parent_key) or self._pending.get(block.parent_key)

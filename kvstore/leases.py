@@ -107,9 +107,7 @@ class Leases(Generic[P]):
         self.check_session(session)
         held = self._sessions[session].leases
         if len(held) >= LEASES_PER_SESSION_MAX:
-            raise TooMany(
-                f"the session holds {LEASES_PER_SESSION_MAX} leases; release some first"
-            )
+            raise TooMany(f"the session holds {LEASES_PER_SESSION_MAX} leases; release some first")
         expires_s = self._clock.monotonic_s() + duration_s
         lease = Lease(LeaseId(self._chance.getrandbits(63) | 1), session, pinned, expires_s)
         held[lease.id] = lease

@@ -71,7 +71,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _of_models(by_model: Mapping[str, Document]) -> Iterator[Metric]:
-    plain = {
+    plain: dict[str, tuple[str, Callable[[Document], float]]] = {
         REQUESTS: ("Requests reported by engines", lambda group: group["requests"]),
         PROMPT_TOKENS: ("Prompt tokens", lambda group: group["prompt"]["tokens"]),
         STORED_BLOCKS: ("Blocks stored", lambda group: group["stored"]["blocks"]),

@@ -18,6 +18,7 @@ from wsgiref.simple_server import WSGIServer
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
@@ -62,7 +63,7 @@ class Server:
         self._embedded = embedded
         self._executor = executor
         self._drain_s = drain_s
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._grpc: grpc.aio.Server | None = None
         self._metrics: tuple[WSGIServer, threading.Thread] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,9 +102,7 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, signalled.set)
         waiting = asyncio.create_task(signalled.wait())
-        done, _ = await asyncio.wait(
-            [waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         waiting.cancel()

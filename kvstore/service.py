@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, TypeVar
 
 import grpc
@@ -25,7 +24,7 @@ from kvstore.leases import LeaseId, SessionId
 from kvstore.report.board import Board
 from kvstore.store import STORE_LEASE_S, Store
 from kvstore.tiers.cpu import Answer
-from kvstore.types import BlockKey, MissReason, NamespaceInfo, TierName
+from kvstore.types import MissReason, NamespaceInfo
 from kvstore.watch import EventKind
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
@@ -138,7 +137,9 @@ class Service(pb_grpc.KVStoreServicer):
             raise errors.InvalidRequest(f"block_tokens: {request.block_tokens} is not positive")
         for name in (request.model, request.tenant):
             if len(name) > NAME_CHARS_MAX:
-                raise errors.InvalidRequest(f"a name has {len(name)} characters, over {NAME_CHARS_MAX}")
+                raise errors.InvalidRequest(
+                    f"a name has {len(name)} characters, over {NAME_CHARS_MAX}"
+                )
         self._store.open_namespace(
             NamespaceInfo(
                 fingerprint,

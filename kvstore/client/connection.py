@@ -9,6 +9,7 @@ Knows nothing of blocks.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -110,10 +111,8 @@ class Connection:
         if attached is None or not leases:
             return
         request = pb.ReleaseRequest(session=attached.session, leases=leases)
-        try:
+        with contextlib.suppress(grpc.RpcError):  # unreleased leases expire by themselves
             self.stub.Release(request, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError:
-            pass  # they expire by themselves
 
     def close(self) -> None:
         """Detaches. Call when no copy to or from the arena is under way."""
@@ -154,14 +153,12 @@ class Connection:
             self.attached = self._accept(answer)
             self._first_try.set()
             if self._closed.is_set():
-                call.cancel()
+                self._attach_call.cancel()
 
     def _accept(self, answer: pb.AttachResponse) -> Attached:
         mapping = None
         if self._share_memory and answer.arena_path:
-            mapping = slots.open_mapping(
-                Path(answer.arena_path), answer.arena_bytes, answer.epoch
-            )
+            mapping = slots.open_mapping(Path(answer.arena_path), answer.arena_bytes, answer.epoch)
         return Attached(
             answer.session,
             answer.epoch,

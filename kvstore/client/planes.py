@@ -25,7 +25,8 @@ from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHUNK_BYTES
 
 Sink = Callable[[int, memoryview], None]
-"""Takes a block's position among the keys and its bytes, read-only, valid during the call."""
+"""Takes a block's position among the keys and its bytes: valid during the call, not to be
+written to."""
 
 Source = Callable[[int, memoryview], None]
 """Takes a block's position among the keys and where to write its bytes, valid during the call."""
@@ -151,7 +152,7 @@ class SharedMemoryPlane:
             return MissReason.OVERWRITTEN
         if header.payload_bytes != info.block_bytes:
             return MissReason.CORRUPT
-        view = slots.payload(self._arena, offset, info.block_bytes).toreadonly()
+        view = slots.payload(self._arena, offset, info.block_bytes)
         sink(index, view)
         sound = True
         if self._attached.verify_always:
@@ -240,7 +241,7 @@ class StreamPlane:
                     codec.checksum(buffer.data) == result.checksum
                 ):
                     reason = None
-                    sink(result.index, buffer.data.toreadonly())
+                    sink(result.index, buffer.data)
                 else:
                     reason = MissReason.CORRUPT
                 results[result.index - first] = reason

@@ -33,7 +33,6 @@ from kvstore.errors import InvalidRequest, RequestError, UnknownLease, UnknownNa
 from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason, TierName, Usage
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
-from kvstore.wire.limits import KEYS_MAX
 from kvstore.wire.status import error_of
 
 log = logging.getLogger("kvstore.client")
@@ -377,7 +376,7 @@ class Store:
     def _opened(self, namespace: Namespace) -> Attached:
         """The session, with this namespace open in it. Raises _Away or grpc.RpcError."""
         attached = self._connection.attached
-        if attached is None or self._closing and not self._connection.attached:
+        if attached is None or (self._closing and not self._connection.attached):
             raise _Away
         info = namespace.info
         if info.fingerprint not in attached.opened:

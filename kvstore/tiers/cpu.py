@@ -272,7 +272,7 @@ class CpuTier(Tier[memoryview]):
     ) -> list[Outcome]:
         check_batch(namespace, keys, [block.nbytes for block in blocks])
         reservation = self.reserve(self.open(namespace), keys, parent)
-        data = {key: block for key, block in zip(keys, blocks, strict=True)}
+        data = dict(zip(keys, blocks, strict=True))
         for block in reservation.blocks:
             np.copyto(
                 np.frombuffer(self.view(block), np.uint8), np.frombuffer(data[block.key], np.uint8)

@@ -1,0 +1,324 @@
+"""Generating with the store: what `CachedModel.generate` does around the model's own.
+
+A block's bytes are the keys of all layers, then the values: kv, layer, head, token, dim.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+import kvstore
+from engine.admission import Override
+from engine.plugins.transformers import support
+from engine.plugins.transformers.support import CACHE_ARGUMENT, CACHE_ARGUMENTS, Model, layers_of
+from engine.session import EngineSession, Request, Timing
+from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.tiers.gpu import GpuTier
+
+log = logging.getLogger("kvstore.engine")
+
+POOL_BYTES = 1 << 30
+"""Device memory that the engine's own pool of blocks takes at most, by default."""
+
+
+class CachedModel:
+    """A causal model that reuses KV through kvstore. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        model: Model,
+        target: str | None = None,
+        *,
+        name: str | None = None,
+        tenant: str = "default",
+        salt: str = "",
+        pool_bytes: int = POOL_BYTES,
+        store: kvstore.Store | None = None,
+    ):
+        """Measures the model's cache with one token, and opens its namespace.
+
+        `target` is the server: "host:port" or "unix:/path", by default the one on this host; or
+        pass a `store`, which stays yours to close. `name` is what reports call the model.
+        `pool_bytes` bounds the engine's own pool of blocks on the model's device; 0 goes without.
+
+        Raises:
+            UnsupportedModel: KV of this model can't be stored; the message says why.
+        """
+        support.check_supported(model)
+        self.model = model
+        self._adapter = support.adapter_of(model)
+        self._geometry = support.measure(model)
+        self.layout = support.layout_of(model, self._geometry, name, tenant, salt)
+        self._own_store = store is None
+        self._store = store if store is not None else kvstore.connect(target)
+        pool = GpuTier(model.device, pool_bytes) if pool_bytes else None
+        self.session: EngineSession[torch.Tensor] = EngineSession(self._store, self.layout, pool)
+
+    def __enter__(self) -> CachedModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stores what is queued, sends what is to be reported, and disconnects."""
+        self.session.close()
+        if self._own_store:
+            self._store.close()
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        load: Override = Override.DEFAULT,
+        keep: Override = Override.DEFAULT,
+        **options: Any,
+    ) -> Any:
+        """Generates like `model.generate`, with the stored prefix loaded and new blocks stored.
+
+        Shapes: `input_ids` and `attention_mask` are [batch, tokens], rows padded on the left.
+        `load` and `keep` override the decisions to load and to store for this call.
+
+        Raises:
+            UnsupportedModel: another adapter is active than when this object was made.
+        """
+        started_s = time.perf_counter()
+        adapter = support.adapter_of(self.model)
+        if adapter != self._adapter:
+            raise UnsupportedModel(
+                f"the model's active adapter is {adapter!r}, but was "
+                f"{self._adapter!r} when CachedModel was made: make one for each adapter"
+            )
+        pads = _left_pads(input_ids, attention_mask)
+        if input_ids is None or pads is None or not self._serves(options):
+            return self.model.generate(input_ids, attention_mask=attention_mask, **options)
+        rows = [ids[pad:].cpu().numpy() for ids, pad in zip(input_ids, pads, strict=True)]
+        requests: list[Request[torch.Tensor]] = []
+        try:
+            # Extended one by one, so that those begun are cancelled when one fails.
+            requests.extend(self.session.begin(row, load=load) for row in rows)
+            cache = self._load(requests, pads)
+            clock = _FirstToken()
+            stopping = StoppingCriteriaList(
+                [*(options.pop("stopping_criteria", None) or ()), clock]
+            )
+            if attention_mask is None:
+                attention_mask = torch.ones_like(input_ids)
+            begun_s = time.perf_counter()
+            output = self.model.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                stopping_criteria=stopping,
+                **{CACHE_ARGUMENT: cache},
+                **options,
+            )
+            ended_s = time.perf_counter()
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        first_s = clock.first_s or ended_s
+        timing = Timing(
+            first_s - begun_s, ended_s - first_s, ended_s - started_s, alone=len(rows) == 1
+        )
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        self._finish(requests, pads, sequences, cache, timing, keep, options)
+        return output
+
+    # -- loading
+
+    def _load(self, requests: list[Request[torch.Tensor]], pads: list[int]) -> DynamicCache:
+        """A cache that holds, for every row, as many columns as all rows have loaded.
+
+        A model's cache has one length for the whole batch, so what counts is the column, padding
+        included, up to which every row is there. Padding's keys and values are masked: zeros.
+        """
+        cache = DynamicCache(config=self.model.config)
+        block_tokens = self.layout.block_tokens
+        columns = min(
+            pad + request.plan.blocks * block_tokens
+            for pad, request in zip(pads, requests, strict=True)
+        )
+        if not columns or not any(request.plan.blocks for request in requests):
+            return cache
+        keys, values = self._columns(len(requests), columns)
+        for row, (request, pad) in enumerate(zip(requests, pads, strict=True)):
+
+            def place(position: int, block: torch.Tensor, row: int = row, pad: int = pad) -> None:
+                start = pad + position * block_tokens
+                tokens = min(block_tokens, columns - start)
+                if tokens > 0:
+                    block_keys, block_values = self._split(block)
+                    keys[:, row, :, start : start + tokens] = block_keys[:, :, :tokens]
+                    values[:, row, :, start : start + tokens] = block_values[:, :, :tokens]
+
+            request.load(place, lambda position, view: place(position, _tensor(view)))
+        columns = min(
+            pad + request.loaded_blocks * block_tokens
+            for pad, request in zip(pads, requests, strict=True)
+        )
+        for request, pad in zip(requests, pads, strict=True):
+            request.truncate(max(columns - pad, 0) // block_tokens)
+        if columns and any(request.loaded_blocks for request in requests):
+            for layer, layer_keys, layer_values in zip(layers_of(cache), keys, values, strict=True):
+                layer.lazy_initialization(layer_keys, layer_values)
+                layer.keys = layer_keys[:, :, :columns]
+                layer.values = layer_values[:, :, :columns]
+        return cache
+
+    def _columns(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for keys and values of all layers: [layers, rows, heads, columns, head size]."""
+        shape, dtype, device = self._geometry, self._geometry.dtype, self.model.device
+        make = torch.empty if rows == 1 else torch.zeros
+        sides = (shape.head_size, shape.value_head_size)
+        keys, values = (
+            make((shape.layers, rows, shape.kv_heads, columns, size), dtype=dtype, device=device)
+            for size in sides
+        )
+        return keys, values
+
+    def _split(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A block's bytes as its keys and values, each [layers, heads, tokens, head size]."""
+        shape, tokens = self._geometry, self.layout.block_tokens
+        elements = block.view(shape.dtype)
+        boundary = shape.layers * shape.kv_heads * tokens * shape.head_size
+        lead = (shape.layers, shape.kv_heads, tokens)
+        return (
+            elements[:boundary].view(*lead, shape.head_size),
+            elements[boundary:].view(*lead, shape.value_head_size),
+        )
+
+    # -- storing
+
+    def _finish(
+        self,
+        requests: list[Request[torch.Tensor]],
+        pads: list[int],
+        sequences: torch.Tensor,
+        cache: DynamicCache,
+        timing: Timing,
+        keep: Override,
+        options: dict[str, Any],
+    ) -> None:
+        """Ends each row's request with the tokens whose KV is in the cache."""
+        cached = cache.get_seq_length()
+        prompt_columns = requests[0].plan.shape.prompt_tokens + pads[0]
+        stops = self._stop_tokens(options)
+        # The caller may go on with this cache, which then grows: keep the tensors as they are.
+        sides = [
+            (keys, values)
+            for layer in layers_of(cache)
+            if (keys := layer.keys) is not None and (values := layer.values) is not None
+        ]
+        for row, (request, pad) in enumerate(zip(requests, pads, strict=True)):
+            ids = sequences[row, :cached].cpu()
+            answer = ids[prompt_columns:]
+            ends = torch.isin(answer, stops).nonzero()
+            end = prompt_columns + int(ends[0]) + 1 if len(ends) else len(ids)
+
+            def gather(position: int, into: torch.Tensor, row: int = row, pad: int = pad) -> None:
+                start = pad + position * self.layout.block_tokens
+                span = slice(start, start + self.layout.block_tokens)
+                keys, values = self._split(into)
+                torch.stack([side[row, :, span] for side, _ in sides], out=keys)
+                torch.stack([side[row, :, span] for _, side in sides], out=values)
+
+            def to_host(position: int, view: memoryview, gather: Any = gather) -> None:
+                target = _tensor(view)
+                if self.model.device.type == "cpu":
+                    gather(position, target)
+                else:
+                    staged = torch.empty_like(target, device=self.model.device)
+                    gather(position, staged)
+                    target.copy_(staged)
+
+            request.finish(ids[pad:end].numpy(), to_host, timing, gather, keep)
+
+    def _stop_tokens(self, options: dict[str, Any]) -> torch.Tensor:
+        config = options.get("generation_config") or self.model.generation_config
+        stops = options.get("eos_token_id", config.eos_token_id)
+        if stops is None:
+            stops = []
+        return torch.as_tensor(stops).reshape(-1).cpu()
+
+    # -- what is served
+
+    def _serves(self, options: dict[str, Any]) -> bool:
+        """Whether this call works on one cache that only grows, made of tokens alone."""
+        config = options.get("generation_config") or self.model.generation_config
+
+        def chosen(name: str, default: Any) -> Any:
+            value = options.get(name, getattr(config, name, default))
+            return default if value is None else value
+
+        return (
+            chosen("num_beams", 1) == 1
+            and chosen("num_return_sequences", 1) == 1
+            and chosen("use_cache", True)
+            and chosen("cache_implementation", "dynamic") == "dynamic"
+            and chosen("prompt_lookup_num_tokens", 0) == 0
+            and chosen("guidance_scale", 1.0) == 1.0
+            and not any(options.get(name) is not None for name in _UNSERVED)
+        )
+
+
+_UNSERVED = (
+    *CACHE_ARGUMENTS,
+    "inputs_embeds",
+    "pixel_values",
+    "input_features",
+    "position_ids",
+    "token_type_ids",
+    "assistant_model",
+    "custom_generate",
+)
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes when the first token was there. Stops nothing."""
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.first_s is None:
+            if input_ids.is_cuda:
+                torch.cuda.synchronize(input_ids.device)
+            self.first_s = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _left_pads(
+    input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+) -> list[int] | None:
+    """Padding before each row's tokens; None when a row is padded elsewhere, or has no token."""
+    if input_ids is None or input_ids.dim() != 2:
+        return None
+    if attention_mask is None:
+        return [0] * input_ids.shape[0]
+    if attention_mask.shape != input_ids.shape:
+        raise InvalidRequest(
+            f"attention_mask {tuple(attention_mask.shape)} and input_ids "
+            f"{tuple(input_ids.shape)} differ in shape"
+        )
+    mask = attention_mask.bool()
+    if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
+        return None
+    pads: list[int] = (~mask).sum(dim=1).tolist()
+    return pads
+
+
+def _tensor(view: memoryview) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch.uint8)
