@@ -75,7 +75,8 @@ def check_supported(model: Model) -> None:
             f"{name} scales its rotary embedding by the prompt's length (rope type {kind}): the "
             "same prefix has other keys in a longer prompt"
         )
-    if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
+    placement: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if len(set(placement.values())) > 1:
         raise UnsupportedModel(f"{name} is spread over several devices; place it on one")
 
 
