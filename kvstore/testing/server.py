@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-import kvstore
+from kvstore.client import Store
 from kvstore.errors import Unavailable
 
 START_TIMEOUT_S = 60.0
@@ -77,7 +77,7 @@ class ServerProcess:
                 stderr=log,
                 env=environment,
             )
-        with kvstore.connect(self.target, wait_s=0.0) as store:
+        with Store(self.target) as store:
             waited_s = 0.0
             while not store.wait_attached(0.0):
                 try:
