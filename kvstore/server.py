@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +143,7 @@ class Server:
 
     def _bind(self, server: grpc.aio.Server, target: str) -> None:
         path = Path(target.removeprefix("unix:")) if target.startswith("unix:") else None
-        if path is not None and path.exists() and not _answers(target):
+        if path is not None and path.exists() and not _answers(path):
             path.unlink()  # a killed server left it
         try:
             bound = server.add_insecure_port(target)
@@ -177,11 +178,11 @@ class Server:
             ) from error
 
 
-def _answers(target: str) -> bool:
-    """Whether a server listens there now."""
-    with grpc.insecure_channel(target) as channel:
+def _answers(path: Path) -> bool:
+    """Whether a server listens on this unix socket now."""
+    with socket.socket(socket.AF_UNIX) as probe:
         try:
-            grpc.channel_ready_future(channel).result(timeout=1.0)
+            probe.connect(str(path))
             return True
-        except grpc.FutureTimeoutError:
+        except OSError:
             return False
