@@ -120,6 +120,7 @@ class EngineSession(Generic[Tensor]):
         self._info = self.namespace.info
         self._costs = costs or CostModel()
         self._lock = threading.Lock()
+        self._usage = Usage()
         self._warned = False
         self._transfer = Transfer()
 
@@ -127,6 +128,11 @@ class EngineSession(Generic[Tensor]):
     def costs(self) -> CostModel:
         """What this engine's work costs, as measured so far."""
         return self._costs
+
+    @property
+    def usage(self) -> Usage:
+        """What this session has reported so far, as one sum."""
+        return self._usage
 
     def learn(self, observe: Callable[[CostModel], CostModel]) -> None:
         """Replaces the cost model by what `observe` makes of it."""
@@ -189,7 +195,9 @@ class EngineSession(Generic[Tensor]):
         self._transfer.close()
 
     def record(self, usage: Usage, refused: Sequence[BlockKey] = ()) -> None:
-        """Adds to the server's report."""
+        """Adds to the server's report, and to `usage`."""
+        with self._lock:
+            self._usage += usage
         pool = None
         if self.pool is not None:
             status = self.pool.status()
