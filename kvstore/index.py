@@ -84,6 +84,10 @@ class Namespace:
         """Whether somebody is storing this block right now."""
         return key in self._pending
 
+    def is_storing(self, block: Block) -> bool:
+        """Whether this very block is still reserved, and its slot its holder's to write to."""
+        return self._pending.get(block.key) is block
+
     @property
     def pending(self) -> Iterator[Block]:
         """The blocks that are being stored."""

@@ -195,15 +195,27 @@ class Service(pb_grpc.KVStoreServicer):
                 result = pb.GetResult(index=index, miss_reason=_miss_to_wire(arrived))
                 yield pb.GetResponse(result=result)
                 continue
-            # The lease pins the block. Should it end meanwhile and the slot be reused, then the
-            # bytes don't match the checksum, and the client drops them.
-            view = self._store.cpu.view(arrived)
-            checksum = arrived.checksum
-            if checksum is None:
-                checksum = await asyncio.to_thread(codec.checksum, view)
-            yield pb.GetResponse(result=pb.GetResult(index=index, checksum=checksum))
-            for start in range(0, len(view), CHUNK_BYTES):
-                yield pb.GetResponse(chunk=bytes(view[start : start + CHUNK_BYTES]))
+            if not arrived.generation:
+                # The lease has ended meanwhile, and the slot may hold another block by now.
+                lost = _miss_to_wire(MissReason.OVERWRITTEN)
+                yield pb.GetResponse(result=pb.GetResult(index=index, miss_reason=lost))
+                continue
+            arrived.pins += 1
+            try:
+                async for response in self._send_block(index, arrived):
+                    yield response
+            finally:
+                arrived.pins -= 1
+
+    async def _send_block(self, index: int, block: Block) -> AsyncIterator[pb.GetResponse]:
+        """A pinned block's checksum and bytes."""
+        view = self._store.cpu.view(block)
+        checksum = block.checksum
+        if checksum is None:
+            checksum = await asyncio.to_thread(codec.checksum, view)
+        yield pb.GetResponse(result=pb.GetResult(index=index, checksum=checksum))
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield pb.GetResponse(chunk=bytes(view[start : start + CHUNK_BYTES]))
 
     @unary
     async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
@@ -306,7 +318,9 @@ class Service(pb_grpc.KVStoreServicer):
                     f"Put: a {kind} after {filled} of a block's {block_bytes} bytes"
                 )
             end = filled + len(request.chunk)
-            if view is not None:
+            if block is not None and view is not None:
+                if not block.namespace.is_storing(block):
+                    raise errors.UnknownLease("Put: took longer than its lease; nothing is stored")
                 view[filled:end] = request.chunk
             filled = end
         raise errors.InvalidRequest(f"Put: ended after {filled} of a block's {block_bytes} bytes")
