@@ -325,14 +325,19 @@ class Store:
                 # Another client is storing it: it will be here, but nobody knows when.
                 results[key] = MissReason.TOO_SLOW
         if reserved:
-            fetched = await asyncio.get_running_loop().run_in_executor(
-                self._executor,
-                self.remote.get_summed,
-                namespace.info,
-                [block.key for block in reserved],
-                [self.cpu.view(block) for block in reserved],
-                FETCH_TIMEOUT_S,
-            )
+            try:
+                fetched = await asyncio.get_running_loop().run_in_executor(
+                    self._executor,
+                    self.remote.get_summed,
+                    namespace.info,
+                    [block.key for block in reserved],
+                    [self.cpu.view(block) for block in reserved],
+                    FETCH_TIMEOUT_S,
+                )
+            except Exception:
+                for block in reserved:
+                    self.cpu.abort(block)
+                raise
             for block, (outcome, checksum) in zip(reserved, fetched, strict=True):
                 if outcome is Outcome.OK:
                     self.cpu.commit(block, checksum)

@@ -106,6 +106,28 @@ def test_blocks_that_did_not_arrive_miss_for_the_failure_and_the_rest_for_its_ow
     }
 
 
+def test_a_failure_is_ignored_if_all_planned_blocks_arrived() -> None:
+    found = plan(200, [(CPU, 5), (REDIS, 2)], costs=SLOW_REDIS)
+    assert found.settle(found.runs, MissReason.TOO_SLOW) == (found.hits, found.misses)
+
+
+@pytest.mark.parametrize(("found", "never_seen"), [(0, 2), (1, 2), (2, 2), (3, 1), (4, 0), (99, 0)])
+def test_found_blocks_lie_between_the_loaded_and_the_loadable_ones(
+    found: int, never_seen: int
+) -> None:
+    _, misses = account(
+        65,
+        16,
+        1000,
+        [(CPU, 2)],
+        MissReason.CORRUPT,
+        found_blocks=found,
+        beyond=MissReason.NEVER_SEEN,
+    )
+    assert misses.get(MissReason.NEVER_SEEN, BlockCount()) == blocks(never_seen)
+    assert misses.get(MissReason.CORRUPT, BlockCount()) == blocks(2 - never_seen)
+
+
 def test_blocks_that_did_not_arrive_need_a_reason() -> None:
     with pytest.raises(InvalidRequest, match="no reason is given"):
         plan(200, [(CPU, 5)]).settle([(CPU, 3)])
