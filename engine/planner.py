@@ -156,6 +156,15 @@ def cut_runs(runs: Sequence[Run], blocks: int) -> tuple[Run, ...]:
     return tuple(cut)
 
 
+def tier_at(runs: Sequence[Run], position: int) -> TierName:
+    """Return the tier of the block at `position`. Raises InvalidRequest beyond the runs' end."""
+    for tier, count in runs:
+        if position < count:
+            return tier
+        position -= count
+    raise InvalidRequest(f"the runs end {position + 1} blocks before that position")
+
+
 def account(
     prompt_tokens: int,
     block_tokens: int,

@@ -29,7 +29,7 @@ from engine.admission import (
 from engine.costs import CostModel
 from engine.hashing import Tokens, block_keys
 from engine.layout import KVLayout
-from engine.planner import LoadPlan, Run
+from engine.planner import LoadPlan, Run, tier_at
 from engine.transfer import StoreJob, Transfer
 from kvstore.client import Found, Namespace, Sink, Source, Store, Stored
 from kvstore.errors import RequestError
@@ -174,6 +174,9 @@ class EngineSession(Generic[Tensor]):
             self._costs,
             load,
         )
+        if plan.decision.reason is MissReason.NOT_WORTH_LOADING:
+            refused = tier_at(runs, plan.blocks)
+            self.learn(lambda costs: costs.after_refused_load(refused))
         return Request(self, keys, plan, pooled, found)
 
     def _lookup(self, keys: Sequence[BlockKey]) -> Found:
@@ -399,6 +402,8 @@ class Request(Generic[Tensor]):
         if decision.reason is not None:
             skipped = self._count(count)
             session.record(Usage(skipped={decision.reason: skipped}), keys[first:])
+            if decision.reason is SkipReason.COSTS_MORE_THAN_IT_SAVES:
+                session.learn(lambda costs: costs.after_refused_store())
             return
         started_s = time.perf_counter()
 

@@ -16,6 +16,7 @@ Payload = bytes | bytearray | memoryview
 
 MAGIC = "kvs"
 VERSION = 1
+HEADER_BYTES_MAX = 1024
 
 
 def checksum(payload: Payload) -> int:
@@ -34,8 +35,10 @@ def verify(header: bytes, namespace: NamespaceInfo, key: BlockKey, payload: Payl
     """The payload's checksum, if the header names this namespace and key and the payload is
     what was stored under it; else None.
     """
+    if len(header) > HEADER_BYTES_MAX:
+        return None
     try:
-        fields = msgpack.unpackb(header, raw=False, max_buffer_size=1024)
+        fields = msgpack.unpackb(header, raw=False)
     except (ValueError, msgpack.UnpackException):
         return None
     expected = [MAGIC, VERSION, namespace.fingerprint, key, namespace.block_bytes]

@@ -67,7 +67,8 @@ class SkipReason(StrEnum):
     GAIN_TOO_SMALL = "gain_too_small"
     """The prefill that it could save is too little next to the request's whole time."""
     COSTS_MORE_THAN_IT_SAVES = "costs_more_than_it_saves"
-    """Loading it again would take longer than computing it, in every tier."""
+    """Loading it again would take longer than computing it, in every tier; or the request would
+    wait longer for the store than the store can be expected to save."""
     BY_REQUEST = "by_request"
     """The caller asked not to store."""
     QUEUE_FULL = "queue_full"

