@@ -65,9 +65,14 @@ class Transfer:
         return self._loaders.submit(namespace.load, found, sink, count=count, timeout_s=timeout_s)
 
     def store(self, job: StoreJob) -> bool:
-        """Queues a store; False when the queue is full, and then `done` has been called."""
+        """Queues a store; False when the queue is full, and then `done` has been called.
+
+        An empty queue takes a job of any size: else one long prompt could never be stored, and
+        its KV is in the engine's memory anyway.
+        """
         with self._changed:
-            fits = self._queued_bytes + job.size_bytes <= self._queue_bytes_max
+            queued_bytes = self._queued_bytes + job.size_bytes
+            fits = not self._queued_bytes or queued_bytes <= self._queue_bytes_max
             if fits and not self._closing:
                 self._jobs.append(job)
                 self._queued_bytes += job.size_bytes
@@ -107,7 +112,14 @@ class Transfer:
                 log.exception("storing %d blocks failed", len(job.keys))
                 stored.skip(SkipReason.FAILED, len(job.keys))
             finally:
+                # First, so that whoever has flushed finds what was stored accounted for.
+                self._tell(job, stored)
                 with self._changed:
                     self._queued_bytes -= job.size_bytes
                     self._changed.notify_all()
-                job.done(stored)
+
+    def _tell(self, job: StoreJob, stored: Stored) -> None:
+        try:
+            job.done(stored)
+        except Exception:
+            log.exception("reporting a store failed")

@@ -217,7 +217,9 @@ class Store:
             window = keys[len(blocks) : len(blocks) + PROBE_BLOCKS[step]]
             step = min(step + 1, len(PROBE_BLOCKS) - 1)
             asked = [key for key in window if namespace.get(key) is None]
-            answer = await loop.run_in_executor(self._executor, self.remote.find, asked)
+            answer = await loop.run_in_executor(
+                self._executor, self.remote.find, namespace.info, asked
+            )
             there = dict(zip(asked, answer or [], strict=False))
             for key in window:
                 block = namespace.get(key)

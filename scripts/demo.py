@@ -34,7 +34,7 @@ import kvstore
 from kvstore.report import page, text
 from kvstore.testing import ServerProcess
 from scripts import model
-from scripts.scenarios import SCENARIOS
+from scripts.scenarios import scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_BYTES = "1GiB"
@@ -83,9 +83,9 @@ def run_pass(chosen: Pass, model_dir: Path, target: str) -> Iterator[Line]:
 def play(model_dir: Path, target: str, console: Console) -> dict[str, dict[str, list[Line]]]:
     """All passes; returns lines by scenario and pass."""
     lines: dict[str, dict[str, list[Line]]] = {
-        scenario.name: defaultdict(list) for scenario in SCENARIOS
+        scenario.name: defaultdict(list) for scenario in scenarios()
     }
-    requests = sum(scenario.requests for scenario in SCENARIOS)
+    requests = sum(len(scenario.turns) for scenario in scenarios())
     columns = (
         TextColumn("{task.description:34}"),
         BarColumn(),
@@ -145,7 +145,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for heading in ("scenario", "prompt\ntokens", "cached\ntokens", "tier"):
         table.add_column(heading, justify="left" if heading in ("scenario", "tier") else "right")
     for heading in ("off", "cold", "warm", "redis"):
-        table.add_column(f"first token\n{heading}", justify="right")
+        table.add_column(f"first\ntoken\n{heading}", justify="right")
     for heading in ("total\noff", "total\nwarm", "stored\nblocks", "skipped\nblocks"):
         table.add_column(heading, justify="right")
     table.add_column("output\nequal")
@@ -190,7 +190,7 @@ def main() -> None:
         help="another Hugging Face model, as a folder (default: a small one, fetched once)",
     )  # fmt: skip
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 130)
     started_s = time.monotonic()
     model_dir = options.model or model.prepare("float32")
     with tempfile.TemporaryDirectory(prefix="kvstore-") as folder:
@@ -199,7 +199,7 @@ def main() -> None:
             lines = play(model_dir, server.target, console)
             with kvstore.connect(server.target) as store:
                 report = json.loads(store.report())
-    rows = [summarise(scenario.name, lines[scenario.name]) for scenario in SCENARIOS]
+    rows = [summarise(scenario.name, lines[scenario.name]) for scenario in scenarios()]
     show(rows, console)
     console.print()
     console.print(text.render(report, console.width), highlight=False, markup=False)

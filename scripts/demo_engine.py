@@ -24,7 +24,7 @@ from transformers import (
 
 import kvstore
 from engine.plugins.transformers import CachedModel
-from scripts.scenarios import SCENARIOS, Scenario
+from scripts.scenarios import Scenario, scenarios
 
 WARM_UP_TOKENS = 300
 
@@ -49,7 +49,9 @@ class Engine:
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.store = kvstore.connect(target) if target is not None else None
         self.cached = (
-            CachedModel(self.model, store=self.store, pool_bytes=pool_bytes)
+            CachedModel(
+                self.model, name=Path(model_dir).name, store=self.store, pool_bytes=pool_bytes
+            )
             if self.store is not None
             else None
         )
@@ -115,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     engine = Engine(str(options.model_dir), options.target, options.pool_bytes, options.empty_arena)
     with engine.cached or nullcontext():
-        for scenario in SCENARIOS:
+        for scenario in scenarios():
             engine.play(scenario)
     if engine.store is not None:
         engine.store.close()

@@ -88,24 +88,24 @@ def long_document() -> Scenario:
 def chat() -> Scenario:
     """Five turns of one conversation; each prompt begins with the whole one before it."""
     system = (
-        "You are Juniper, the assistant of a small travel agency by the sea. You help its"
-        " customers to plan walks, train journeys and meals along the coast. Follow these rules."
-        " Answer in one short sentence, in plain words, and never with a list. Be friendly, but"
-        " don't repeat what the customer said. Speak of places and not of prices: prices change"
-        " every week and the office tells them by telephone. When a customer asks about the"
-        " weather, advise warm clothes, a raincoat and good shoes, because the wind at the coast"
-        " turns quickly. When a customer asks for a doctor or the police, give the number of the"
-        " emergency services first. Never promise a seat or a room; say that the office will"
-        " confirm it. The office is open from nine to five, is closed on Sundays, and is found"
-        " next to the old lighthouse, two minutes on foot from the station. If you don't know"
-        " something, say so and name the office."
+        "You are Juniper, a friendly guide who knows the outdoors well and answers questions about"
+        " walking, weather, food and plants. You speak to people who have never walked far before."
+        " Good walking shoes matter more than anything else. A walker needs water, bread, a map,"
+        " a raincoat and a warm jumper, since the weather in the hills turns quickly. The best"
+        " months are May, June and September, when the paths are dry and the days are long. In"
+        " July and August it is hot, and one should start before eight in the morning and rest at"
+        " noon in the shade. Mushrooms must not be eaten unless an expert has seen them. Sheep and"
+        " cows are calm when one walks past slowly and keeps dogs on a lead. Gates are left as they"
+        " were found. In a thunderstorm one leaves the ridge, stays away from single trees, and"
+        " waits in a hollow. In an emergency one calls the rescue service and says where one is,"
+        " how many people are hurt, and what the weather is like."
     )
     says = (
-        "Hello! We are two friends and we want to walk along the coast for a day.",
-        "What should we take with us for the walk?",
-        "Where can we eat fish in the evening?",
-        "Is it better to travel home by train or by bus?",
-        "When is your office open?",
+        "What should I take with me on a walk in the hills?",
+        "Which months are the best for walking?",
+        "What should I do in a thunderstorm?",
+        "May I eat the mushrooms that I find?",
+        "How do I walk past cows?",
     )
     return Scenario(
         name="chat",
@@ -127,7 +127,7 @@ def short_prompts() -> Scenario:
             Turn("Write for children.", "Begin a story about a fox and a paper boat."),
             Turn("Baker's advice only.", "How does bread dough rise, and why does it need rest?"),
             Turn("Explain simply.", "Why is the sky blue at noon and red in the evening?"),
-            Turn("Poet.", "Describe a harbour early in the morning, in calm words."),
+            Turn("Poet.", "Write four calm lines about the sea early in the morning."),
         ),
         max_new_tokens=24,
     )

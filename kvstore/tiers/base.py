@@ -82,7 +82,7 @@ class RemoteTier(Tier[memoryview]):
     """A tier that other hosts share: thread-safe, verified on the way in and out, may be down."""
 
     @abstractmethod
-    def find(self, keys: Sequence[BlockKey]) -> list[bool] | None:
+    def find(self, namespace: NamespaceInfo, keys: Sequence[BlockKey]) -> list[bool] | None:
         """Like `contains`, but None when the tier could not be asked."""
 
     @abstractmethod

@@ -86,11 +86,12 @@ class GpuTier(Tier[torch.Tensor]):
             index = self._index(namespace)
             outcomes: list[Outcome] = []
             path: list[Block] = []
+            before = index.get(parent) if parent is not None else None
             for position, key in enumerate(keys):
                 block = index.get(key)
                 if block is not None:
                     outcomes.append(Outcome.PRESENT)
-                elif Outcome.NO_SPACE in outcomes[-1:] or not self._make_room(namespace, path):
+                elif Outcome.NO_SPACE in outcomes[-1:] or not self._make_room(namespace, before):
                     outcomes.append(Outcome.NO_SPACE)
                     self._counters["no_space"] += 1
                     continue
@@ -98,7 +99,7 @@ class GpuTier(Tier[torch.Tensor]):
                     block = self._insert(index, namespace, key, parent, position, source)
                     outcomes.append(Outcome.OK)
                 path.append(block)
-                parent = key
+                before, parent = block, key
             self._policy.touch(_with_ancestors(path))
             return outcomes
 
@@ -157,7 +158,7 @@ class GpuTier(Tier[torch.Tensor]):
                 for block in self._tensors
                 if namespace is None or block.namespace.info.fingerprint == namespace.fingerprint
             ]
-            for block in doomed:
+            for block in reversed(doomed):  # what comes after a block mostly goes before it
                 self._forget(block)
             return len(doomed)
 
@@ -198,10 +199,12 @@ class GpuTier(Tier[torch.Tensor]):
         self._counters["stored"] += 1
         return block
 
-    def _make_room(self, info: NamespaceInfo, path: Sequence[Block]) -> bool:
+    def _make_room(self, info: NamespaceInfo, before: Block | None) -> bool:
         """Evicts until a block of this size fits; never what the new block comes after."""
-        if path:
-            path[-1].pins += 1
+        if info.block_bytes > self.capacity_bytes:
+            return False
+        if before is not None:
+            before.pins += 1
         try:
             while self.used_bytes + info.block_bytes > self.capacity_bytes:
                 candidates = self._policy.candidates()
@@ -212,8 +215,8 @@ class GpuTier(Tier[torch.Tensor]):
                 self._counters["evicted"] += 1
             return True
         finally:
-            if path:
-                path[-1].pins -= 1
+            if before is not None:
+                before.pins -= 1
 
     def _drop(self, block: Block) -> bool:
         if not block.evictable:

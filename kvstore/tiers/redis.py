@@ -4,15 +4,18 @@ Each block is one key, a hash of a header and a payload, with a time to live. Be
 there is one ledger, the same for all hosts, so that the byte cap is of what Redis holds and not
 of what one server remembers storing:
 
-    kvstore:1:b:<key>           the block: fields h (header), p (payload)
-    kvstore:1:{ledger}:used     sorted set: key → time of last use
-    kvstore:1:{ledger}:meta     hash: key → namespace, parent key, payload bytes
+    kvstore:1:b:<name>          the block: fields h (header), p (payload)
+    kvstore:1:{ledger}:used     sorted set: name → time of last use
+    kvstore:1:{ledger}:meta     hash: name → parent's name, payload bytes
     kvstore:1:{ledger}:bytes    sum of the payload bytes
+
+A block's name is its namespace's fingerprint and its key: 64 bytes.
 
 A block enters the ledger before it is written and leaves it before it is deleted, so what a
 crash leaves between the two is counted but absent, never present but uncounted; its time to live
 heals that. Whenever a prefix is used, each block's time of use is set a little above that of the
-block after it, up to the root, so that the least recently used block is always a leaf (D5).
+block after it, up to the root, and never back, so that the least recently used block is always a
+leaf (D5); and so is the one that expires first.
 
 Thread-safe. A breaker stops asking a Redis that fails, and asks again by itself.
 """
@@ -27,6 +30,7 @@ from typing import Any, cast
 import numpy as np
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 from kvstore import codec
@@ -35,6 +39,7 @@ from kvstore.clock import Clock
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import RemoteTier, check_batch
 from kvstore.types import (
+    KEY_BYTES,
     BlockKey,
     NamespaceInfo,
     Outcome,
@@ -55,8 +60,9 @@ _LEDGER = ("kvstore:1:{ledger}:used", "kvstore:1:{ledger}:meta", "kvstore:1:{led
 _USE = """
 -- Enters blocks into the ledger or notes their use, then makes room.
 -- ARGV: cap in bytes, time to live in seconds, then for each block of a prefix, parent before
--- child, its key and its meta ('' to note a use of what the ledger knows).
--- Returns the bytes and the blocks in the ledger, and the keys that must be deleted.
+-- child, its name and its meta ('' to note a use of what the ledger knows).
+-- Returns the bytes and the blocks in the ledger, the names of blocks that must be deleted, and
+-- those of the blocks before the first one, which were used too.
 local used, meta, bytes = KEYS[1], KEYS[2], KEYS[3]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -70,18 +76,22 @@ for i = #ARGV - 1, 3, -2 do
     total = total + tonumber(string.sub(info, 65))
   end
   if redis.call('HEXISTS', meta, key) == 1 then
+    -- Never back: it may be followed by others than these, and the clock may have been set back.
+    score = math.max(score, tonumber(redis.call('ZSCORE', used, key) or '0'))
     redis.call('ZADD', used, score, key)
     score = score + step
   end
 end
+local before = {}
 local info = redis.call('HGET', meta, ARGV[3])
 for _ = 1, 65536 do
   if not info then break end
-  local parent = string.sub(info, 33, 64)
+  local parent = string.sub(info, 1, 64)
   local known = redis.call('ZSCORE', used, parent)
   if not known or tonumber(known) >= score then break end
   redis.call('ZADD', used, score, parent)
   score = score + step
+  before[#before + 1] = parent
   info = redis.call('HGET', meta, parent)
 end
 local function forget(key)
@@ -94,18 +104,18 @@ for _, key in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', now - ttl, 'LIMIT
   forget(key)
 end
 local victims = {}
-while total > cap and #victims < 4096 do
+while total > cap and #victims < #ARGV + 4096 do
   local popped = redis.call('ZPOPMIN', used)
   if #popped == 0 then break end
   forget(popped[1])
   victims[#victims + 1] = popped[1]
 end
 redis.call('SET', bytes, string.format('%.0f', math.max(total, 0)))
-return {string.format('%.0f', total), redis.call('ZCARD', used), victims}
+return {string.format('%.0f', total), redis.call('ZCARD', used), victims, before}
 """
 
 _FORGET = """
--- Takes blocks out of the ledger. ARGV: their keys. Returns bytes and blocks left.
+-- Takes blocks out of the ledger. ARGV: their names. Returns bytes and blocks left.
 local used, meta, bytes = KEYS[1], KEYS[2], KEYS[3]
 local total = tonumber(redis.call('GET', bytes) or '0')
 for _, key in ipairs(ARGV) do
@@ -120,7 +130,8 @@ redis.call('SET', bytes, string.format('%.0f', math.max(total, 0)))
 return {string.format('%.0f', total), redis.call('ZCARD', used)}
 """
 
-_ABSENT_PARENT = b"\0" * 32
+_NAME_BYTES = 2 * KEY_BYTES
+_NO_NAME = b"\0" * _NAME_BYTES
 
 Client = redis.Redis | redis.RedisCluster
 
@@ -188,13 +199,13 @@ class RedisTier(RemoteTier):
     # -- the contract
 
     def contains(self, namespace: NamespaceInfo, keys: Sequence[BlockKey]) -> list[bool]:
-        return [bool(found) for found in self.find(keys) or [False] * len(keys)]
+        return [bool(found) for found in self.find(namespace, keys) or [False] * len(keys)]
 
-    def find(self, keys: Sequence[BlockKey]) -> list[bool] | None:
+    def find(self, namespace: NamespaceInfo, keys: Sequence[BlockKey]) -> list[bool] | None:
         def ask(client: Client) -> list[bool]:
             pipeline = client.pipeline(transaction=False)
             for key in keys:
-                pipeline.exists(_BLOCK + key)
+                pipeline.exists(_BLOCK + _name(namespace, key))
             return [answer == 1 for answer in pipeline.execute()]
 
         answer = self._guarded(ask)
@@ -224,7 +235,9 @@ class RedisTier(RemoteTier):
                 results.extend([(Outcome.TIMED_OUT, 0)] * len(batch))
                 continue
             chosen = keys[batch.start : batch.stop]
-            answers = self._guarded(partial(self._read, keys=chosen))
+            answers = self._guarded(
+                partial(self._read, names=[_name(namespace, key) for key in chosen])
+            )
             if isinstance(answers, Outcome):
                 results.extend([(answers, 0)] * len(batch))
                 continue
@@ -233,14 +246,14 @@ class RedisTier(RemoteTier):
                 results.append(self._accept(namespace, key, answer, buffer))
         outcomes = [outcome for outcome, _ in results]
         self._count(outcomes, ok="loaded")
-        good = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
-        bad = [
-            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT
-        ]
-        if good:
-            self._guarded(partial(self._use, entries=[(key, b"") for key in good]))
-        if bad:
-            self._guarded(partial(self._delete, keys=bad))
+        names: dict[Outcome, list[bytes]] = {outcome: [] for outcome in Outcome}
+        for key, outcome in zip(keys, outcomes, strict=True):
+            names[outcome].append(_name(namespace, key))
+        if names[Outcome.OK]:
+            entries = [(name, b"") for name in names[Outcome.OK]]
+            self._guarded(partial(self._use, entries=entries))
+        if names[Outcome.CORRUPT]:
+            self._guarded(partial(self._delete, names=names[Outcome.CORRUPT]))
         return results
 
     def put(
@@ -266,9 +279,11 @@ class RedisTier(RemoteTier):
     ) -> list[Outcome]:
         check_batch(namespace, keys, [block.nbytes for block in blocks])
         if namespace.block_bytes > self.capacity_bytes:
-            return [Outcome.NO_SPACE] * len(keys)
+            outcomes = [Outcome.NO_SPACE] * len(keys)
+            self._count(outcomes, ok="stored")
+            return outcomes
         deadline_s = self._deadline_s(timeout_s)
-        outcomes: list[Outcome] = []
+        outcomes = []
         for batch in _batches(len(keys), namespace.block_bytes):
             if self._clock.monotonic_s() >= deadline_s:
                 outcomes.extend([Outcome.TIMED_OUT] * len(batch))
@@ -283,16 +298,33 @@ class RedisTier(RemoteTier):
         return outcomes
 
     def evict(self, namespace: NamespaceInfo, keys: Sequence[BlockKey]) -> int:
-        dropped = self._guarded(lambda client: self._delete(client, keys))
+        def drop(client: Client) -> int:
+            names = [_name(namespace, key) for key in keys]
+            chosen = set(names)
+            parents: dict[bytes, bytes] = {}
+            needed = set()
+            for name, meta in client.hscan_iter(_LEDGER[1], count=1000):
+                parent = meta[:_NAME_BYTES]
+                if name in chosen:
+                    parents[name] = parent
+                else:
+                    needed.add(parent)
+            for name in reversed(names):
+                if name in needed:
+                    chosen.discard(name)
+                    needed.add(parents.get(name, b""))
+            return self._delete(client, list(chosen))
+
+        dropped = self._guarded(drop)
         return dropped if isinstance(dropped, int) else 0
 
     def clear(self, namespace: NamespaceInfo | None = None) -> int:
         def drop(client: Client) -> int:
             scan = client.hscan_iter(_LEDGER[1], count=1000)
             doomed = [
-                BlockKey(key)
-                for key, meta in scan
-                if namespace is None or meta[:32] == namespace.fingerprint
+                name
+                for name, _ in scan
+                if namespace is None or name.startswith(namespace.fingerprint)
             ]
             return sum(
                 self._delete(client, doomed[start : start + 1000])
@@ -341,23 +373,23 @@ class RedisTier(RemoteTier):
         except redis.TimeoutError:
             self.breaker.failed()
             return Outcome.TIMED_OUT
-        except (redis.RedisError, OSError):
+        except (redis.RedisError, RedisClusterException, OSError):
             self.breaker.failed()
             return Outcome.FAILED
         self.breaker.succeeded()
         return result
 
-    def _read(self, client: Client, keys: Sequence[BlockKey]) -> list[Any]:
+    def _read(self, client: Client, names: Sequence[bytes]) -> list[Any]:
         pipeline = client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.hmget(_BLOCK + key, "h", "p")
+        for name in names:
+            pipeline.hmget(_BLOCK + name, "h", "p")
         return list(pipeline.execute(raise_on_error=False))
 
     def _accept(
         self, namespace: NamespaceInfo, key: BlockKey, answer: Any, buffer: memoryview
     ) -> tuple[Outcome, int]:
         """Checks one answer of Redis, and only then copies it into the buffer."""
-        if isinstance(answer, redis.ResponseError):
+        if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):
             return Outcome.CORRUPT, 0  # the key holds something that is not a block of ours
         if isinstance(answer, Exception):
             return Outcome.FAILED, 0
@@ -380,65 +412,67 @@ class RedisTier(RemoteTier):
         blocks: Sequence[tuple[BlockKey, memoryview, int]],
     ) -> list[Outcome]:
         entries = []
+        before = _name(namespace, parent) if parent is not None else _NO_NAME
         for key, payload, _ in blocks:
-            meta = namespace.fingerprint + (parent or _ABSENT_PARENT) + b"%d" % payload.nbytes
-            entries.append((key, meta))
-            parent = key
+            name = _name(namespace, key)
+            entries.append((name, before + b"%d" % payload.nbytes))
+            before = name
+        names = [name for name, _ in entries]
         pipeline = client.pipeline(transaction=False)
-        for key, _ in entries:
-            pipeline.exists(_BLOCK + key)
-        present = {
-            key for (key, _), found in zip(entries, pipeline.execute(), strict=True) if found
-        }
-        # A batch larger than the whole cap pushes out its own first blocks.
+        for name in names:
+            pipeline.exists(_BLOCK + name)
+        present = {name for name, found in zip(names, pipeline.execute(), strict=True) if found}
+        # A batch larger than the whole cap pushes out its own last blocks.
         victims = set(self._use(client, entries))
         pipeline = client.pipeline(transaction=False)
-        written = [block for block in blocks if block[0] not in present and block[0] not in victims]
-        for key, payload, digest in written:
+        written = [name for name in names if name not in present and name not in victims]
+        for name, (key, payload, digest) in zip(names, blocks, strict=True):
+            if name in present or name in victims:
+                continue
             header = codec.encode_header(namespace, key, digest)
-            pipeline.hset(_BLOCK + key, items=["h", header, "p", payload])
-            pipeline.pexpire(_BLOCK + key, self._ttl_ms)
+            pipeline.hset(_BLOCK + name, items=["h", header, "p", payload])
+            pipeline.pexpire(_BLOCK + name, self._ttl_ms)
         answers = pipeline.execute(raise_on_error=False)[::2]
         refused = {
-            block[0]
-            for block, answer in zip(written, answers, strict=True)
+            name
+            for name, answer in zip(written, answers, strict=True)
             if isinstance(answer, Exception)
         }
         if refused:  # Redis is out of memory below our cap, or the key is not a hash
             self._delete(client, list(refused))
         outcomes = []
-        for key, _, _ in blocks:
-            if key in victims or key in refused:
+        for name in names:
+            if name in victims or name in refused:
                 outcomes.append(Outcome.NO_SPACE)
             else:
-                outcomes.append(Outcome.PRESENT if key in present else Outcome.OK)
+                outcomes.append(Outcome.PRESENT if name in present else Outcome.OK)
         return outcomes
 
-    def _use(self, client: Client, entries: Sequence[tuple[BlockKey, bytes]]) -> list[BlockKey]:
-        """Enters blocks into the ledger or touches them; returns what must be deleted."""
+    def _use(self, client: Client, entries: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+        """Enters blocks into the ledger or touches them; returns the names of those deleted."""
         arguments: list[Any] = [self.capacity_bytes, self.ttl_s]
         for entry in entries:
             arguments.extend(entry)
-        used, blocks, victims = _run_script(client, _USE, arguments)
+        used, blocks, victims, before = _run_script(client, _USE, arguments)
         self._note_ledger(int(used), int(blocks))
         with self._lock:
             self._counters["evicted"] += len(victims)
         pipeline = client.pipeline(transaction=False)
-        for key in victims:
-            pipeline.unlink(_BLOCK + key)
-        for key, _ in entries:
-            pipeline.pexpire(_BLOCK + key, self._ttl_ms)
+        for name in victims:
+            pipeline.unlink(_BLOCK + name)
+        for name in (*before, *(name for name, _ in entries)):
+            pipeline.pexpire(_BLOCK + name, self._ttl_ms)
         pipeline.execute()
         if victims:
-            self._on_evicted([BlockKey(key) for key in victims])
-        return [BlockKey(key) for key in victims]
+            self._on_evicted([BlockKey(name[KEY_BYTES:]) for name in victims])
+        return list(victims)
 
-    def _delete(self, client: Client, keys: Sequence[BlockKey]) -> int:
-        used, blocks = _run_script(client, _FORGET, list(keys))
+    def _delete(self, client: Client, names: Sequence[bytes]) -> int:
+        used, blocks = _run_script(client, _FORGET, list(names))
         self._note_ledger(int(used), int(blocks))
         pipeline = client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.unlink(_BLOCK + key)
+        for name in names:
+            pipeline.unlink(_BLOCK + name)
         return sum(pipeline.execute())
 
     def _note_ledger(self, used_bytes: int, blocks: int) -> None:
@@ -461,6 +495,11 @@ class RedisTier(RemoteTier):
             for outcome in outcomes:
                 if outcome in names:
                     self._counters[names[outcome]] += 1
+
+
+def _name(namespace: NamespaceInfo, key: BlockKey) -> bytes:
+    """What the block is called in Redis."""
+    return namespace.fingerprint + key
 
 
 def _run_script(client: Client, script: str, arguments: Sequence[Any]) -> list[Any]:

@@ -51,6 +51,12 @@ def parser(description: str, details: str) -> argparse.ArgumentParser:
     return made
 
 
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names, beginning with another one each turn."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
 def interleaved(
     cases: Mapping[str, Callable[[], float]], rounds: int, advance: Advance = lambda text: None
 ) -> dict[str, list[float]]:
@@ -58,11 +64,9 @@ def interleaved(
 
     A case returns what it measured: it alone knows which part of it counts.
     """
-    names = list(cases)
-    results: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds):
-        start = turn % len(names)
-        for name in (*names[start:], *names[:start]):
+        for name in rotated(list(cases), turn):
             results[name].append(cases[name]())
             advance(name)
     return results

@@ -61,6 +61,8 @@ Takes about 4 GiB of memory and some minutes. Run it on a machine that does noth
 
 GIB = 1 << 30
 LEDGER_S = 3600.0
+CHECK_STEP = 1021
+"""Of so many bytes that were loaded, one is compared."""
 
 
 @dataclass(frozen=True)
@@ -127,51 +129,53 @@ def _paths(scale: Scale, buffers: Buffers) -> Iterator[list[Path]]:
         yield [Copy(), *clients, GrpcBytes(service), TierAlone(tier), RedisPy(plain)]
 
 
+class _Turns:
+    """Stores and loads of one block size, path by path: rates in GB/s."""
+
+    def __init__(self, buffers: Buffers, scale: Scale, block_bytes: int):
+        self._buffers = buffers
+        self._block_bytes = block_bytes
+        self._blocks = scale.blocks[block_bytes]
+        self._batches = -(-scale.round_bytes // (self._blocks * block_bytes))
+        self._stored: dict[str, list[Batch]] = {}
+
+    def store(self, path: Path) -> float:
+        path.forget()
+        batches = [
+            self._buffers.batch(self._blocks, self._block_bytes) for _ in range(self._batches)
+        ]
+        self._stored[path.name] = batches
+        spent_s = _timed(path.store, batches)
+        path.settle()
+        return self._rate(spent_s)
+
+    def load(self, path: Path) -> float:
+        batches = self._stored[path.name]
+        for batch in batches:
+            batch.target[::CHECK_STEP] ^= 0xFF
+        spent_s = _timed(path.load, batches)
+        for batch in batches:
+            same = batch.target[::CHECK_STEP] == batch.source[::CHECK_STEP]
+            assert same.all(), f"{path.name}: other bytes came back"
+        return self._rate(spent_s)
+
+    def _rate(self, spent_s: float) -> float:
+        return self._batches * self._blocks * self._block_bytes / spent_s / 1e9
+
+
 def _measure_size(
     paths: Sequence[Path], buffers: Buffers, scale: Scale, block_bytes: int, advance: common.Advance
 ) -> list[Row]:
-    blocks = scale.blocks[block_bytes]
-    batches = -(-scale.round_bytes // (blocks * block_bytes))
-    moved = batches * blocks * block_bytes
-    stored: dict[str, list[Batch]] = {path.name: [] for path in paths}
-
-    def store(path: Path) -> Callable[[], float]:
-        def case() -> float:
-            path.forget(stored[path.name])
-            batch_list = [buffers.batch(blocks, block_bytes) for _ in range(batches)]
-            stored[path.name] = batch_list
-            spent_s = _timed(path.store, batch_list)
-            path.settle()
-            return moved / spent_s / 1e9
-
-        return case
-
-    def load(path: Path) -> Callable[[], float]:
-        def case() -> float:
-            batch_list = stored[path.name]
-            for batch in batch_list:
-                batch.target[:: block_bytes // 2] ^= 0xFF
-            spent_s = _timed(path.load, batch_list)
-            for batch in batch_list:
-                assert (batch.target == batch.source).all(), f"{path.name}: other bytes came back"
-            return moved / spent_s / 1e9
-
-        return case
-
-    cases: dict[str, Callable[[], float]] = {}
-    stores = {path.name: store(path) for path in paths}
-    loads = {path.name: load(path) for path in paths}
-    rates: dict[str, dict[str, list[float]]] = {
-        op: {path.name: [] for path in paths} for op in ("store", "load")
-    }
-    names = list(stores)
-    for turn in range(scale.rounds + 1):  # the first one warms up
-        at = turn % len(names)
-        for op, cases in (("store", stores), ("load", loads)):
-            for name in (*names[at:], *names[:at]):
-                rate = cases[name]()
+    by_name = {path.name: path for path in paths}
+    turns = _Turns(buffers, scale, block_bytes)
+    ops = {"store": turns.store, "load": turns.load}
+    rates: dict[str, dict[str, list[float]]] = {op: {name: [] for name in by_name} for op in ops}
+    for turn in range(scale.rounds + 1):
+        for op, run in ops.items():
+            for name in common.rotated(list(by_name), turn):
+                rate = run(by_name[name])
                 advance(f"{name}, {op}, {common.size_text(block_bytes)}")
-                if turn:
+                if turn:  # the first one warms up
                     rates[op][name].append(rate)
     return [
         {
@@ -181,8 +185,8 @@ def _measure_size(
             "gb_s": statistics.median(rates[op][name]),
             "ratio_to_copy": common.median_ratio(rates[op][name], rates[op]["copy"]),
         }
-        for name in names
-        for op in rates
+        for name in by_name
+        for op in ops
     ]
 
 

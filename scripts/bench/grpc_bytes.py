@@ -6,8 +6,9 @@ stored is kept as the messages that came, and is handed out and forgotten by the
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -47,10 +48,8 @@ def _serve(target: str, parent: Connection) -> None:
     server.add_insecure_port(target)
     server.start()
     parent.send(True)
-    try:
+    with contextlib.suppress(EOFError):  # the parent has closed its end
         parent.recv()
-    except EOFError:
-        pass  # the parent is gone
     server.stop(None)
 
 
@@ -68,12 +67,9 @@ class BytesService:
             raise TimeoutError("the gRPC bytes service did not start")
         self._pipe.recv()
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
-        self._put: Callable[[Iterator[bytes]], bytes] = self._channel.stream_unary(
-            "/bench.Bytes/Put"
-        )
-        self._take: Callable[[bytes], Iterator[bytes]] = self._channel.unary_stream(
-            "/bench.Bytes/Take"
-        )
+        # No serialisers: a message is the bytes that it is given.
+        self._put = self._channel.stream_unary("/bench.Bytes/Put", None, None)
+        self._take = self._channel.unary_stream("/bench.Bytes/Take", None, None)
 
     def __enter__(self) -> BytesService:
         return self

@@ -81,11 +81,11 @@ class Path(ABC):
     def load(self, batch: Batch) -> None:
         """Brings a stored batch to its target."""
 
-    def settle(self) -> None:  # noqa: B027: most have nothing to wait for
-        """Waits for work that `store` left to the background."""
+    def settle(self) -> None:  # noqa: B027
+        """Waits for work that `store` left to the background, if it leaves any."""
 
-    def forget(self, batches: Sequence[Batch]) -> None:  # noqa: B027: most make room themselves
-        """Drops what the last round stored."""
+    def forget(self) -> None:  # noqa: B027
+        """Drops what earlier rounds stored, when it does not make room by itself."""
 
 
 class Copy(Path):
@@ -157,7 +157,7 @@ class TierAlone(Path):
         )
         assert set(outcomes) == {Outcome.OK}, outcomes
 
-    def forget(self, batches: Sequence[Batch]) -> None:
+    def forget(self) -> None:
         """Drops everything in that Redis, also what the server has written through."""
         self._tier.clear()
 
@@ -183,7 +183,7 @@ class RedisPy(Path):
         for index, value in enumerate(pipeline.execute()):
             batch.read(index, value)
 
-    def forget(self, batches: Sequence[Batch]) -> None:
+    def forget(self) -> None:
         self._client.flushdb()
 
 

@@ -109,6 +109,7 @@ class Raw:
     """The stub itself, and a session on it, for what the client would never send."""
 
     def __init__(self, target: str):
+        self.target = target
         self._channel = grpc.insecure_channel(
             target, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         )

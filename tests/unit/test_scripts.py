@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ def prompts_of(scenario: scenarios.Scenario, tokenizer: Any, answer: str) -> lis
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    return len(os.path.commonprefix([list(one), list(other)]))
+    differences = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differences, min(len(one), len(other)))
 
 
 def test_generated_protocol_code_is_current() -> None:
@@ -61,7 +62,7 @@ def test_a_chat_prompt_begins_with_the_one_before_it_and_its_answer(tokenizer: A
     prompts = prompts_of(scenarios.chat(), tokenizer, answer)
     assert len(prompts) == 5
     answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    for before, prompt in zip(prompts, prompts[1:], strict=False):
+    for before, prompt in itertools.pairwise(prompts):
         assert prompt[: len(before) + len(answer_ids)] == before + answer_ids
 
 

@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.costs import (
-    KEPT_MAX,
-    OBSERVATIONS_TO_KNOW,
-    CostModel,
-    DecodeCost,
-    PrefillCost,
-    StoreCost,
-    TierCost,
-)
+from engine.costs import CostModel, DecodeCost, PrefillCost, StoreCost, TierCost
+from engine.estimate import KEPT_MAX, OBSERVATIONS_TO_KNOW
 from kvstore.errors import InvalidRequest
 from kvstore.types import TierName
 
