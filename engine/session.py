@@ -225,7 +225,8 @@ class Request(Generic[Tensor]):
         self._pooled = pooled
         self._found = found
         self._loaded: list[Run] = []
-        self._failed: MissReason | None = None
+        # Until something is loaded, whatever was planned is not: the engine may choose so.
+        self._failed: MissReason | None = MissReason.NOT_WORTH_LOADING
         self._load_s = 0.0
         self._released = False
 
@@ -250,6 +251,7 @@ class Request(Generic[Tensor]):
         planned = self.plan.blocks
         pool, info = self._session.pool, self._session.namespace.info
         from_pool = min(self._pooled, planned)
+        self._failed = None
         if pool is not None and from_pool:
             read = pool.read(info, self._keys[:from_pool], pool_sink)
             self._loaded.append((TierName.GPU, read))
@@ -287,7 +289,9 @@ class Request(Generic[Tensor]):
         self._loaded.extend(loaded.runs)
         self._failed = loaded.miss_reason
         block_bytes = session.namespace.info.block_bytes
-        for tier, blocks in loaded.runs:
+        # Tiers are read one after the other, but not always in the order of the prefix.
+        for tier in sorted({tier for tier, _ in loaded.runs}, key=last_s.__getitem__):
+            blocks = sum(count for name, count in loaded.runs if name is tier)
             size_bytes, seconds = blocks * block_bytes, last_s[tier] - started_s
             started_s = last_s[tier]
 
@@ -318,27 +322,35 @@ class Request(Generic[Tensor]):
         timing: Timing,
         pool_source: Callable[[int, Tensor], None] | None = None,
         override: Override = Override.DEFAULT,
+        output_tokens: int | None = None,
     ) -> None:
         """Ends the request: keeps what is worth keeping, and reports what happened.
 
         `tokens` are those whose KV the engine has: the prompt, then what it generated. The
         sources give a block's bytes by its position in them: `source` on another thread, until
-        the session is flushed, `pool_source` during this call.
+        the session is flushed, `pool_source` during this call. `output_tokens` were generated:
+        mostly one more than have their KV, since the last one's is never computed.
         """
         self.release()
         session, info = self._session, self._session.namespace.info
         prompt_tokens = self.plan.shape.prompt_tokens
         keys = self._all_keys(tokens)
-        self._learn(timing, len(tokens) - prompt_tokens)
+        if output_tokens is None:
+            output_tokens = len(tokens) - prompt_tokens
+        self._learn(timing, output_tokens)
         if session.pool is not None and pool_source is not None:
-            session.pool.write(info, keys, pool_source)
+            try:
+                session.pool.write(info, keys, pool_source)
+            except Exception:
+                # The answer is there. A device that ran out of memory must not take it back.
+                log.exception("keeping %d blocks in the engine's pool failed", len(keys))
         hits, misses = self.plan.settle(self._loaded, self._failed)
         loaded_tokens = self.loaded_blocks * info.block_tokens
         session.record(
             Usage(
                 requests=1,
                 prompt=self.plan.shape.total(),
-                output_tokens=len(tokens) - prompt_tokens,
+                output_tokens=output_tokens,
                 hits=hits,
                 misses=misses,
                 prefill_saved_s=session.costs.saved_s(loaded_tokens, 0) - self._load_s,

@@ -137,9 +137,10 @@ class Namespace:
         self._unlink(block)
 
     def _link(self, block: Block, parent: Block | None) -> None:
+        if parent is None or parent is block or (block.children and block in parent.ancestors()):
+            return  # a client made keys up: a hash can't follow itself
         block.parent = parent
-        if parent is not None:
-            parent.children += 1
+        parent.children += 1
 
     def _unlink(self, block: Block) -> None:
         if block.parent is not None:

@@ -334,11 +334,12 @@ class Service(pb_grpc.KVStoreServicer):
         refused = convert.split_keys(request.refused_keys) if request.refused_keys else []
         if request.gpu_capacity_bytes < 0 or request.gpu_used_bytes < 0:
             raise errors.InvalidRequest("gpu_capacity_bytes, gpu_used_bytes: negative")
+        session = SessionId(request.session)
+        if session:
+            self._store.leases.check_session(session)
         self._board.record(info, usage)
         self._store.history.note(refused, MissReason.REFUSED)
-        if request.session:
-            session = SessionId(request.session)
-            self._store.leases.check_session(session)
+        if session:
             self._board.note_engine(session, request.gpu_capacity_bytes, request.gpu_used_bytes)
         return pb.RecordUsageResponse()
 

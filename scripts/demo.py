@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import fsum
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -108,7 +109,7 @@ def summarise(name: str, passes: dict[str, list[Line]]) -> dict[str, Any]:
         return fmean(line["ttft_s"] for line in passes[which])
 
     def total_s(which: str) -> float:
-        return sum(line["total_s"] for line in passes[which])
+        return fsum(line["total_s"] for line in passes[which])
 
     hits: dict[str, int] = defaultdict(int)
     for line in passes["warm"]:

@@ -8,6 +8,7 @@ bytes that turn out wrong: then the block's outcome says so, and what the sink w
 from __future__ import annotations
 
 import array
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -197,7 +198,8 @@ class SharedMemoryPlane:
                     checksums.append(codec.checksum(view))
         except BaseException:
             abort = pb.AbortRequest(session=self._attached.session, lease=reserved.lease)
-            self._stub.Abort(abort, timeout=CALL_TIMEOUT_S)
+            with contextlib.suppress(grpc.RpcError):  # the lease ends by itself
+                self._stub.Abort(abort, timeout=CALL_TIMEOUT_S)
             raise
         if positions:
             commit = pb.CommitRequest(
@@ -253,7 +255,8 @@ class StreamPlane:
     def _receive(self, responses: Iterator[pb.GetResponse], buffer: np.ndarray) -> bool:
         filled = 0
         while filled < buffer.nbytes:
-            chunk = next(responses).chunk
+            response = next(responses, None)
+            chunk = response.chunk if response is not None else b""
             if not chunk or filled + len(chunk) > buffer.nbytes:
                 return False
             buffer[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
@@ -282,9 +285,14 @@ class StreamPlane:
             block_bytes=info.block_bytes,
             session=self._attached.session,
         )
-        answer = self._stub.Put(
-            self._messages(header, range(resident, len(keys)), info, source), timeout=timeout_s
-        )
+        raised: list[BaseException] = []
+        messages = self._messages(header, range(resident, len(keys)), info, source, raised)
+        try:
+            answer = self._stub.Put(messages, timeout=timeout_s)
+        except grpc.RpcError:
+            if raised:
+                raise raised[0] from None
+            raise
         stored = _count_answers(answer.answers)
         stored.present += resident
         stored.stored -= answer.corrupt
@@ -292,12 +300,20 @@ class StreamPlane:
         return stored
 
     def _messages(
-        self, header: pb.PutHeader, positions: range, info: NamespaceInfo, source: Source
-    ) -> Iterator[pb.PutRequest]:
+        self, header: pb.PutHeader, positions: range, info: NamespaceInfo, source: Source,
+        raised: list[BaseException],
+    ) -> Iterator[pb.PutRequest]:  # fmt: skip
+        """The messages of a Put. Runs on a thread of gRPC's, so what the source raises is kept
+        for the caller's; the stream ends early then, and the server stores nothing.
+        """
         yield pb.PutRequest(header=header)
         for position in positions:
             buffer = memoryview(bytearray(info.block_bytes))
-            source(position, buffer)
+            try:
+                source(position, buffer)
+            except BaseException as error:
+                raised.append(error)
+                return
             for start in range(0, info.block_bytes, CHUNK_BYTES):
                 yield pb.PutRequest(chunk=bytes(buffer[start : start + CHUNK_BYTES]))
             yield pb.PutRequest(checksum=codec.checksum(buffer))

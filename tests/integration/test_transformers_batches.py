@@ -6,22 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import kvstore
 from kvstore.testing import ServerProcess
 from kvstore.types import MissReason
-from tests.integration.tiny_models import BLOCK, Watched, padded, prompt, running_server, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with running_server() as server:
-        yield server
+from tests.integration.tiny_models import ALWAYS, BLOCK, Watched, padded, prompt, tiny_llama
 
 
 @pytest.fixture
-def store(server: ServerProcess) -> Iterator[kvstore.Store]:
-    with kvstore.connect(server.target) as store:
+def store(redis_server: ServerProcess) -> Iterator[kvstore.Store]:
+    with kvstore.connect(redis_server.target) as store:
         yield store
 
 
@@ -40,7 +35,7 @@ POOLS = pytest.mark.parametrize("pool_bytes", [0, 4 << 20], ids=["store", "pool"
         pytest.param([200, 0], [200, 200], 200, id="of two alike, the second is missing"),
         pytest.param([0, 200], [200, 200], 200, id="of two alike, the first is missing"),
         pytest.param([0, 0], [200, 130], 200, id="all rows are missing"),
-        pytest.param([300, 3, 0], [300, 3, 290], 290, id="a row shorter than a block"),
+        pytest.param([300, 3, 0], [300, 3, 290], 300, id="a row shorter than a block"),
         pytest.param([130, 200, 64, 90], [140, 260, 200, 90], 260 - 124, id="all different"),
         pytest.param([1, 65], [1, 65], 1, id="a row of one token"),
     ],
@@ -146,22 +141,19 @@ def test_tokens_after_a_rows_end_are_not_stored_and_its_blocks_stay_right(
 def test_the_models_own_end_token_counts_where_the_call_names_none(
     given: str, store: kvstore.Store
 ) -> None:
-    from transformers import GenerationConfig
-
-    model_ = tiny_llama()
-    with Watched(model_, store, salt=f"own end {given}") as model:
+    with Watched(tiny_llama(), store, salt=f"own end {given}") as model:
         early, late = prompt(60), prompt(60, 1)
         first = model.plain(early, max_new_tokens=100)[0, 60:].tolist()
         other = set(model.plain(late, max_new_tokens=100)[0, 60:].tolist())
         stop = next(token for token in first[:60] if token not in other)
         end = first.index(stop)
-        model_.generation_config.eos_token_id = stop
-        length = {"max_new_tokens": 100}
+        model.model.generation_config.eos_token_id = stop
+        options = {"max_new_tokens": 100, "do_sample": False}
         if given == "config":
-            length = {"max_new_tokens": None, "generation_config": GenerationConfig(**length)}
+            options = {"generation_config": GenerationConfig(**options)}
         with model.counting() as counted:
-            options = {**length, "do_sample": None} if given == "config" else length
-            model.generate(padded([early, late]), **options)
+            model.cached.generate(**padded([early, late]), **options, **ALWAYS)
+            assert model.cached.session.flush(30)
         assert counted.usage.stored.blocks == (60 + end + 1) // BLOCK + (60 + 99) // BLOCK
 
 

@@ -22,22 +22,15 @@ from tests.integration.tiny_models import (
     BLOCK,
     Watched,
     prompt,
-    running_server,
     tiny_llama,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with running_server() as server:
-        yield server
-
-
 @pytest.fixture
-def store(server: ServerProcess) -> Iterator[kvstore.Store]:
-    with kvstore.connect(server.target) as store:
+def store(redis_server: ServerProcess) -> Iterator[kvstore.Store]:
+    with kvstore.connect(redis_server.target) as store:
         yield store
 
 
@@ -53,12 +46,12 @@ PATHS = {"gpu": TierName.GPU, "cpu": TierName.CPU, "stream": TierName.CPU, "redi
 
 @pytest.mark.parametrize("path", PATHS)
 def test_greedy_answers_from_each_tier_equal_plain_generation(
-    path: str, server: ServerProcess
+    path: str, redis_server: ServerProcess
 ) -> None:
     ids = prompt(300)
     options = {"pool_bytes": 1 << 20 if path == "gpu" else 0, "salt": path}
     with (
-        kvstore.connect(server.target, share_memory=path != "stream") as store,
+        kvstore.connect(redis_server.target, share_memory=path != "stream") as store,
         Watched(tiny_llama(), store, **options) as model,
     ):
         assert store.shares_memory == (path != "stream")
@@ -107,12 +100,12 @@ print(json.dumps([answer.tolist(), counted.usage.hit().tokens, counted.usage.sto
 
 
 def test_a_fresh_process_answers_the_same_from_what_another_one_stored(
-    server: ServerProcess, store: kvstore.Store
+    redis_server: ServerProcess, store: kvstore.Store
 ) -> None:
     with Watched(tiny_llama(), store, salt="fresh") as model:
         answer = model.check(prompt(300))
     done = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, server.target],
+        [sys.executable, "-c", FRESH_PROCESS, redis_server.target],
         cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -122,12 +115,12 @@ def test_a_fresh_process_answers_the_same_from_what_another_one_stored(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_loaded_bytes_are_the_stored_ones_and_answers_those_of_a_split_prefill(
-    dtype: torch.dtype, path: str, server: ServerProcess
+    dtype: torch.dtype, path: str, redis_server: ServerProcess
 ) -> None:
     ids = prompt(200)
     options = {"pool_bytes": 1 << 20 if path == "gpu" else 0, "salt": f"bits {path}"}
     with (
-        kvstore.connect(server.target, share_memory=path != "stream") as store,
+        kvstore.connect(redis_server.target, share_memory=path != "stream") as store,
         Watched(tiny_llama(dtype=dtype), store, **options) as model,
     ):
         stored = model.generate(ids, return_dict_in_generate=True, max_new_tokens=2).cache

@@ -455,11 +455,12 @@ def test_a_server_that_verifies_always_takes_no_commit_without_checksums(folder:
         client.stub.Abort(pb.AbortRequest(**ids))
 
 
-def test_a_block_that_is_its_own_parent_does_not_stop_the_server(evil: Raw) -> None:
-    for keys, parent in ((NEW[:1], NEW[0]), (NEW[1:], NEW[2]), ([NEW[0]], NEW[1])):
+def test_blocks_that_follow_themselves_do_not_stop_the_server(evil: Raw) -> None:
+    alone, first, second = NEW
+    for key, parent in ((alone, alone), (first, second), (second, first)):
         request = pb.ReserveRequest(
             namespace=INFO.fingerprint,
-            keys=b"".join(keys),
+            keys=key,
             parent=parent,
             block_bytes=BLOCK_BYTES,
             session=evil.session,

@@ -7,11 +7,9 @@ narrow ones a tiny model repeats itself whatever it read, and a test of reuse co
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvstore
 from engine.admission import Override
 from engine.plugins.transformers import CachedModel
-from kvstore.testing import ServerProcess
 from kvstore.types import TierName, Usage
+from tests.helpers import eventually
 
 torch.set_num_threads(1)
 
@@ -72,16 +70,6 @@ def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@contextmanager
-def running_server(*flags: str, cpu_bytes: str = "32MiB") -> Iterator[ServerProcess]:
-    """A server in a folder with a short path."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder,
-        ServerProcess(Path(folder), *flags, cpu_bytes=cpu_bytes) as server,
-    ):
-        yield server
-
-
 class Watched:
     """A `CachedModel` that notes what it computes and what it reports."""
 
@@ -114,9 +102,7 @@ class Watched:
     def generate(self, ids: Any, **options: Any) -> Any:
         """Generates with reuse, and waits until all is stored."""
         inputs = {"input_ids": ids} if isinstance(ids, torch.Tensor) else dict(ids)
-        output = self.cached.generate(
-            **inputs, **{"max_new_tokens": 8, "do_sample": False, **ALWAYS, **options}
-        )
+        output = self.cached.generate(**inputs, **{**ALWAYS, **_asked(options)})
         assert self.cached.session.flush(30)
         return output
 
@@ -124,9 +110,7 @@ class Watched:
         """Generates without; its passes are not noted."""
         inputs = {"input_ids": ids} if isinstance(ids, torch.Tensor) else dict(ids)
         noted = len(self.forwards)
-        output = self.model.generate(
-            **inputs, **{"max_new_tokens": 8, "do_sample": False, **options}
-        )
+        output = self.model.generate(**inputs, **_asked(options))
         del self.forwards[noted:]
         return output
 
@@ -146,6 +130,13 @@ class Watched:
         counted = Counted(self)
         yield counted
         counted.end()
+
+
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    """A greedy answer of eight tokens, unless these say otherwise."""
+    if "generation_config" in options:
+        return options
+    return {"max_new_tokens": 8, "do_sample": False, **options}
 
 
 class Counted:
@@ -170,14 +161,6 @@ class Counted:
         return self.forwards[0][1]
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    """Waits; fails naming what did not happen."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not in {timeout_s} s: {what}"
-        time.sleep(0.02)
-
-
 def model_report(store: kvstore.Store, name: str, requests: int) -> dict[str, Any]:
     """The server's sums for a model, once all its requests were reported."""
 
@@ -185,6 +168,6 @@ def model_report(store: kvstore.Store, name: str, requests: int) -> dict[str, An
         groups: dict[str, Any] = json.loads(store.report())["by_model"]
         return dict(groups.get(name, {}))
 
-    wait_until(lambda: found().get("requests") == requests, f"{requests} requests of {name}")
+    eventually(lambda: found().get("requests") == requests)
     time.sleep(0.2)  # stores are reported by themselves
     return found()

@@ -101,8 +101,10 @@ class CachedModel:
                 f"the model's active adapter is {adapter!r}, but was "
                 f"{self._adapter!r} when CachedModel was made: make one for each adapter"
             )
-        pads = _left_pads(input_ids, attention_mask)
-        if input_ids is None or pads is None or not self._serves(options):
+        if input_ids is None:
+            input_ids = options.pop("inputs", None)  # as the model's own calls it
+        pads = self._pads(input_ids, attention_mask, options) if self._serves(options) else None
+        if input_ids is None or pads is None:
             return self.model.generate(input_ids, attention_mask=attention_mask, **options)
         rows = [ids[pad:].cpu().numpy() for ids, pad in zip(input_ids, pads, strict=True)]
         requests: list[Request[torch.Tensor]] = []
@@ -152,8 +154,10 @@ class CachedModel:
             for pad, request in zip(pads, requests, strict=True)
         )
         if not columns or not any(request.plan.blocks for request in requests):
+            for request in requests:
+                request.release()
             return cache
-        keys, values = self._columns(len(requests), columns)
+        keys, values = self._columns(len(requests), columns, any(pads))
         for row, (request, pad) in enumerate(zip(requests, pads, strict=True)):
 
             def place(position: int, block: torch.Tensor, row: int = row, pad: int = pad) -> None:
@@ -178,10 +182,11 @@ class CachedModel:
                 layer.values = layer_values[:, :, :columns]
         return cache
 
-    def _columns(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _columns(self, rows: int, columns: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for keys and values of all layers: [layers, rows, heads, columns, head size]."""
         shape, dtype, device = self._geometry, self._geometry.dtype, self.model.device
-        make = torch.empty if rows == 1 else torch.zeros
+        # Nobody writes padding's columns, and what is masked must still not be NaN.
+        make = torch.zeros if padded else torch.empty
         sides = (shape.head_size, shape.value_head_size)
         keys, values = (
             make((shape.layers, rows, shape.kv_heads, columns, size), dtype=dtype, device=device)
@@ -223,10 +228,11 @@ class CachedModel:
             if (keys := layer.keys) is not None and (values := layer.values) is not None
         ]
         for row, (request, pad) in enumerate(zip(requests, pads, strict=True)):
-            ids = sequences[row, :cached].cpu()
+            ids = sequences[row].cpu()
             answer = ids[prompt_columns:]
             ends = torch.isin(answer, stops).nonzero()
-            end = prompt_columns + int(ends[0]) + 1 if len(ends) else len(ids)
+            output_tokens = int(ends[0]) + 1 if len(ends) else len(answer)
+            end = min(prompt_columns + output_tokens, cached)
 
             def gather(position: int, into: torch.Tensor, row: int = row, pad: int = pad) -> None:
                 start = pad + position * self.layout.block_tokens
@@ -244,35 +250,65 @@ class CachedModel:
                     gather(position, staged)
                     target.copy_(staged)
 
-            request.finish(ids[pad:end].numpy(), to_host, timing, gather, keep)
-
-    def _stop_tokens(self, options: dict[str, Any]) -> torch.Tensor:
-        config = options.get("generation_config") or self.model.generation_config
-        stops = options.get("eos_token_id", config.eos_token_id)
-        if stops is None:
-            stops = []
-        return torch.as_tensor(stops).reshape(-1).cpu()
+            tokens = ids[pad:end].numpy()
+            request.finish(tokens, to_host, timing, gather, keep, output_tokens)
 
     # -- what is served
 
+    def _chosen(self, options: dict[str, Any], name: str) -> Any:
+        """A setting as the model will see it: the call's, its configuration's, or the model's."""
+        if name in options:
+            return options[name]
+        given = getattr(options.get("generation_config"), name, None)
+        return getattr(self.model.generation_config, name, None) if given is None else given
+
+    def _stop_tokens(self, options: dict[str, Any]) -> torch.Tensor:
+        stops = self._chosen(options, "eos_token_id")
+        return torch.as_tensor([] if stops is None else stops).reshape(-1).cpu()
+
     def _serves(self, options: dict[str, Any]) -> bool:
         """Whether this call works on one cache that only grows, made of tokens alone."""
-        config = options.get("generation_config") or self.model.generation_config
-
-        def chosen(name: str, default: Any) -> Any:
-            value = options.get(name, getattr(config, name, default))
-            return default if value is None else value
-
-        return (
-            chosen("num_beams", 1) == 1
-            and chosen("num_return_sequences", 1) == 1
-            and chosen("use_cache", True)
-            and chosen("cache_implementation", "dynamic") == "dynamic"
-            and chosen("prompt_lookup_num_tokens", 0) == 0
-            and chosen("guidance_scale", 1.0) == 1.0
-            and not any(options.get(name) is not None for name in _UNSERVED)
+        return not any(options.get(name) is not None for name in _UNSERVED) and all(
+            self._chosen(options, name) in (None, plain) for name, plain in _PLAIN.items()
         )
 
+    def _pads(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> list[int] | None:
+        """As `_left_pads`; None also where the model would find padding by itself.
+
+        Without a mask, it takes its padding token for padding, unless that ends answers too.
+        """
+        pad_token = self._chosen(options, "pad_token_id")
+        if attention_mask is None and input_ids is not None and pad_token is not None:
+            stops = self._stop_tokens(options)
+            if (input_ids == pad_token).any() and not (stops == pad_token).any():
+                return None
+        return _left_pads(input_ids, attention_mask)
+
+
+_PLAIN = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "cache_implementation": None,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "token_healing": False,
+    "use_mtp": False,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    # What was loaded has none.
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+"""Settings that keep a call to one growing cache, and a result that does not show it."""
 
 _UNSERVED = (
     *CACHE_ARGUMENTS,
