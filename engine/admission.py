@@ -130,7 +130,8 @@ def decide_load(
         run_load_s = costs.load_s(tier, count * block_bytes)
         run_saved_s = costs.saved_s(count * block_tokens, first_token + blocks * block_tokens)
         run_gain_s = run_saved_s - run_load_s
-        if not (costs.prefill.known and costs.tier(tier).known):
+        measured = costs.prefill.known_for((blocks + count) * block_tokens)
+        if not (measured and costs.tier(tier).known):
             run_gain_s = max(run_gain_s, 0.0)  # not measured, so assumed to pay
         blocks, gain_s = blocks + count, gain_s + run_gain_s
         load_s, saved_s = load_s + run_load_s, saved_s + run_saved_s
@@ -169,7 +170,7 @@ def decide_store(
     reason: SkipReason | None = None
     if policy.override is Override.NEVER:
         reason = SkipReason.BY_REQUEST
-    elif policy.override is Override.ALWAYS or not costs.prefill.known:
+    elif policy.override is Override.ALWAYS or not costs.prefill.known_for(tokens_new):
         pass  # what was not measured is assumed to pay
     elif gain_s <= 0.0 < blocks:
         reason = SkipReason.COSTS_MORE_THAN_IT_SAVES

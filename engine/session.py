@@ -282,7 +282,7 @@ class Request(Generic[Tensor]):
             last_s[tiers[position]] = time.perf_counter()
 
         saved_s = self.plan.decision.prefill_saved_s
-        known = session.costs.prefill.known
+        known = session.costs.prefill.known_for(count * session.namespace.info.block_tokens)
         timeout_s = max(saved_s, LOAD_TIMEOUT_S_MIN) if known else LOAD_TIMEOUT_S_UNKNOWN
         loaded = session.namespace.load(self._found, timed, count=count, timeout_s=timeout_s)
         self._released = True

@@ -71,9 +71,8 @@ class Arena:
         self.path = path
         self.mapping_bytes = slots.PAGE_BYTES + slab_count * self.slab_bytes
         self.capacity_bytes = slab_count * self.slab_bytes
-        self._mapping = slots.create_mapping(path, self.mapping_bytes, epoch)
-        self._lock_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
+        self._mapping, self._lock_fd = slots.create_mapping(path, self.mapping_bytes, epoch)
+        self._generation = epoch
         self.buffer = memoryview(self._mapping)
         self.used_bytes = 0
         """Payload bytes of live slots."""
@@ -177,15 +176,15 @@ class Arena:
         slots.write_checksum(self.buffer, offset, checksum)
 
     def _advance(self, offset: int, *, to_even: bool) -> int:
-        """Moves the generation on to the next even or odd number.
+        """Moves the generation on to an even or odd number that no slot had before.
 
-        The memory of a slab that changed its slot size holds old payload where the new headers
-        are, so a generation may begin with any number. It only has to change.
+        A counter for each slot would not do: its memory holds other blocks' payload while the
+        slab serves another size, so it could start again. And since counting begins at the
+        epoch, payload that lies where a header was is no generation by accident.
         """
-        generation = slots.read_generation(self.buffer, offset) % (1 << 63)
-        generation += 2 if (generation % 2 == 0) == to_even else 1
-        slots.write_generation(self.buffer, offset, generation)
-        return generation
+        self._generation += 2 if (self._generation % 2 == 0) == to_even else 1
+        slots.write_generation(self.buffer, offset, self._generation)
+        return self._generation
 
 
 def remove_stale(folder: Path, prefix: str) -> list[Path]:
@@ -193,7 +192,8 @@ def remove_stale(folder: Path, prefix: str) -> list[Path]:
     removed = []
     for path in folder.glob(f"{prefix}*.arena"):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Without blocking: anyone can put a named pipe there.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             continue
         try:

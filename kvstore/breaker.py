@@ -27,6 +27,7 @@ class Breaker:
         self._failures = 0
         self._pause_s = PAUSE_S_MIN
         self._closed_again_s = 0.0
+        self._probing = False
         self.opened = 0
         """How often it opened."""
 
@@ -44,6 +45,7 @@ class Breaker:
             if now_s < self._closed_again_s:
                 return False
             self._closed_again_s = now_s + PROBE_S_MAX
+            self._probing = True
             return True
 
     def succeeded(self) -> None:
@@ -51,15 +53,18 @@ class Breaker:
         with self._lock:
             self._failures = 0
             self._pause_s = PAUSE_S_MIN
+            self._probing = False
 
     def failed(self) -> None:
         """Notes a failure: may open the breaker, or open it for longer."""
         with self._lock:
             was_open = self.open
             self._failures += 1
-            if self.open:
-                if was_open:
-                    self._pause_s = min(self._pause_s * 2, PAUSE_S_MAX)
-                else:
-                    self.opened += 1
-                self._closed_again_s = self._clock.monotonic_s() + self._pause_s
+            if not self.open or (was_open and not self._probing):
+                return  # a call that passed before it opened says nothing new
+            if was_open:
+                self._pause_s = min(self._pause_s * 2, PAUSE_S_MAX)
+            else:
+                self.opened += 1
+            self._probing = False
+            self._closed_again_s = self._clock.monotonic_s() + self._pause_s

@@ -30,7 +30,10 @@ def parse_bytes(text: str) -> int:
     scale = {name.removesuffix("b"): factor for name, factor in _UNITS.items()}.get(unit or "")
     if match is None or scale is None or (unit and not match[2].lower().endswith("ib")):
         raise ValueError("write a number of bytes, or one with KiB, MiB, GiB or TiB: 4GiB")
-    return int(float(match[1]) * scale)
+    size_bytes = int(float(match[1]) * scale)
+    if size_bytes < 1:
+        raise ValueError("write a size above 0")
+    return size_bytes
 
 
 def parse_seconds(text: str) -> float:
@@ -65,7 +68,10 @@ def parse_verify(text: str) -> str:
 
 def parse_path(text: str) -> Path:
     """A path; `~` is the home folder."""
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError("write a path; there is no such user") from error
 
 
 def _setting(parse: Callable[[str], Any], default: Any, text: str) -> Any:
@@ -193,5 +199,5 @@ def _parse(key: str, text: str, where: str) -> Any:
     parse = next(setting.metadata["parse"] for setting in settings() if setting.name == key)
     try:
         return parse(text)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: {text!r} is not right; {error}") from error

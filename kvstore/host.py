@@ -26,6 +26,11 @@ def available_bytes() -> int:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        stat = dict(
+            line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        )
+        # Files that were read and are not in use count as used, but make room when it's needed.
+        used -= int(stat.get("inactive_file", 0))
         if limit != "max":
             available = min(available, int(limit) - used)
     except (OSError, ValueError):

@@ -52,14 +52,19 @@ class Inflight(Generic[K, V]):
     ) -> None:
         try:
             results = await fetch(keys)
-        except Exception as error:
+            values = [results[key] for key in keys]
+        except BaseException as error:
             for key in keys:
                 future = self._futures.pop(key)
-                if not future.cancelled():
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                elif not future.cancelled():
                     future.set_exception(error)
                     future.exception()  # an asker may be gone; the others still see it
+            if not isinstance(error, Exception):
+                raise
             return
-        for key in keys:
+        for key, value in zip(keys, values, strict=True):
             future = self._futures.pop(key)
             if not future.cancelled():
-                future.set_result(results[key])
+                future.set_result(value)

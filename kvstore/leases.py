@@ -24,6 +24,8 @@ LeaseId = NewType("LeaseId", int)
 
 SESSIONS_MAX = 4096
 LEASES_PER_SESSION_MAX = 4096
+EXPIRIES_MIN = 1024
+"""From so many on, the expiries of leases that have ended are forgotten before their time."""
 
 P = TypeVar("P")
 
@@ -52,7 +54,9 @@ class Leases(Generic[P]):
         self._clock = clock
         self._chance = chance
         self._sessions: dict[SessionId, _Session[P]] = {}
-        self._expiries: list[tuple[float, LeaseId, Lease[P]]] = []
+        # Of leases that have ended too, so without what they pinned.
+        self._expiries: list[tuple[float, LeaseId, SessionId]] = []
+        self._expiries_max = EXPIRIES_MIN
 
     def __len__(self) -> int:
         return sum(len(session.leases) for session in self._sessions.values())
@@ -111,7 +115,9 @@ class Leases(Generic[P]):
         expires_s = self._clock.monotonic_s() + duration_s
         lease = Lease(LeaseId(self._chance.getrandbits(63) | 1), session, pinned, expires_s)
         held[lease.id] = lease
-        heapq.heappush(self._expiries, (expires_s, lease.id, lease))
+        heapq.heappush(self._expiries, (expires_s, lease.id, session))
+        if len(self._expiries) > self._expiries_max:
+            self._forget_ended()
         return lease.id
 
     def get(self, session: SessionId, lease_id: LeaseId) -> Lease[P]:
@@ -141,7 +147,18 @@ class Leases(Generic[P]):
         now_s = self._clock.monotonic_s()
         expired = []
         while self._expiries and self._expiries[0][0] <= now_s:
-            _, _, lease = heapq.heappop(self._expiries)
-            if self.end(lease.session, lease.id) is lease:
+            _, lease_id, session = heapq.heappop(self._expiries)
+            lease = self.end(session, lease_id)
+            if lease is not None:
                 expired.append(lease)
         return expired
+
+    def _forget_ended(self) -> None:
+        self._expiries = [
+            (lease.expires_s, lease.id, lease.session)
+            for session in self._sessions.values()
+            for lease in session.leases.values()
+            if not lease.late
+        ]
+        heapq.heapify(self._expiries)
+        self._expiries_max = EXPIRIES_MIN + 2 * len(self._expiries)

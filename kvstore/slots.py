@@ -8,14 +8,16 @@ nothing of who allocates slots or why.
     | magic, epoch, sizes |    | header | payload | header | ...    |
 
 A generation is odd while a slot is empty or being written, even and above 0 while it is
-readable, and changes whenever either begins. The byte order is little-endian, and every payload
-starts at a multiple of 64 bytes. A generation may be read torn, byte by byte: each value differs
-from the one before in at least one byte, and equality with the expected one needs that byte to
-be the old one still, so a torn read can only turn a good read into a miss.
+readable, and changes whenever either begins, to one that no slot of this arena had before. The
+byte order is little-endian, and every payload starts at a multiple of 64 bytes. A generation may
+be read torn, byte by byte: each value differs from the one before in at least one byte, and
+equality with the expected one needs that byte to be the old one still, so a torn read can only
+turn a good read into a miss.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -98,31 +100,43 @@ def payload(arena: memoryview, offset: int, payload_bytes: int) -> memoryview:
     return arena[start : start + payload_bytes]
 
 
-def create_mapping(path: Path, mapping_bytes: int, epoch: int) -> mmap.mmap:
+def create_mapping(path: Path, mapping_bytes: int, epoch: int) -> tuple[mmap.mmap, int]:
     """Creates the file (mode 0600), takes all its memory from the host now, and maps it.
 
-    Taking it now, and not at first touch, means that a size which the host can't hold is refused
-    at the start, and that no request pays for page faults.
+    Returns the mapping, and a descriptor of the file. It holds a shared lock, from before there
+    is anything in the file, that tells others that a living server has it; it is the caller's to
+    close.
+
+    Taking the memory now, and not at first touch, means that a size which the host can't hold is
+    refused at the start, and that no request pays for page faults.
 
     Raises:
         ConfigError: the file exists, or the mount has no room; nothing is left behind.
     """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"can't create the arena file {path}: {error.strerror}") from error
+    fd = _create_locked(path)
     try:
         os.posix_fallocate(fd, 0, mapping_bytes)
         mapping = mmap.mmap(fd, mapping_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         path.unlink(missing_ok=True)
+        os.close(fd)
         raise ConfigError(
             f"can't hold an arena of {mapping_bytes} bytes in {path.parent}: {error.strerror}"
         ) from error
-    finally:
-        os.close(fd)
     _SUPERBLOCK.pack_into(mapping, 0, MAGIC, FORMAT_VERSION, 0, epoch, mapping_bytes)
-    return mapping
+    return mapping, fd
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"can't create the arena file {path}: {error.strerror}") from error
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # another server took it for a stale one, just before the lock
 
 
 def open_mapping(path: Path, mapping_bytes: int, epoch: int) -> mmap.mmap | None:

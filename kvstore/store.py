@@ -50,6 +50,10 @@ READ_LEASE_S_MAX = 600.0
 PROBE_BLOCKS = (8, 32, 128, 512)
 """How many keys the remote tier is asked for at a time: most prefixes end early."""
 
+FIND_TIMEOUT_S = 1.0
+"""How long a lookup waits for the remote tier in all. A client waits 2 s for its answer, and must
+not lose what the arena holds with what a slow tier may hold."""
+
 FETCH_BYTES = 16 << 20
 """Payload bytes that one thread brings at a time, so that the first blocks are readable early."""
 
@@ -212,14 +216,16 @@ class Store:
         if self.remote is None:
             return self.history.reason(keys[len(blocks)])
         loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + FIND_TIMEOUT_S
         step = 0
         while len(blocks) < len(keys):
             window = keys[len(blocks) : len(blocks) + PROBE_BLOCKS[step]]
             step = min(step + 1, len(PROBE_BLOCKS) - 1)
             asked = [key for key in window if namespace.get(key) is None]
-            answer = await loop.run_in_executor(
-                self._executor, self.remote.find, namespace.info, asked
-            )
+            finding = loop.run_in_executor(self._executor, self.remote.find, namespace.info, asked)
+            # Not cancelled when it takes too long: the breaker must hear how it ends.
+            await asyncio.wait([finding], timeout=max(deadline_s - loop.time(), 0.0))
+            answer = finding.result() if finding.done() else None
             there = dict(zip(asked, answer or [], strict=False))
             for key in window:
                 block = namespace.get(key)

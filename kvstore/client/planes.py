@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -285,38 +286,57 @@ class StreamPlane:
             block_bytes=info.block_bytes,
             session=self._attached.session,
         )
-        raised: list[BaseException] = []
-        messages = self._messages(header, range(resident, len(keys)), info, source, raised)
+        sending = _Sending(header, range(resident, len(keys)), info, source)
         try:
-            answer = self._stub.Put(messages, timeout=timeout_s)
-        except grpc.RpcError:
-            if raised:
-                raise raised[0] from None
-            raise
+            answer = self._stub.Put(sending.messages(), timeout=timeout_s)
+        finally:
+            sending.end()
         stored = _count_answers(answer.answers)
         stored.present += resident
         stored.stored -= answer.corrupt
         stored.skip(SkipReason.FAILED, answer.corrupt)
         return stored
 
-    def _messages(
-        self, header: pb.PutHeader, positions: range, info: NamespaceInfo, source: Source,
-        raised: list[BaseException],
-    ) -> Iterator[pb.PutRequest]:  # fmt: skip
-        """The messages of a Put. Runs on a thread of gRPC's, so what the source raises is kept
-        for the caller's; the stream ends early then, and the server stores nothing.
-        """
-        yield pb.PutRequest(header=header)
-        for position in positions:
-            buffer = memoryview(bytearray(info.block_bytes))
-            try:
-                source(position, buffer)
-            except BaseException as error:
-                raised.append(error)
+
+class _Sending:
+    """The messages of a Put, and their end. gRPC reads them on a thread of its own."""
+
+    def __init__(self, header: pb.PutHeader, positions: range, info: NamespaceInfo, source: Source):
+        self._header = header
+        self._positions = positions
+        self._block_bytes = info.block_bytes
+        self._source = source
+        self._lock = threading.Lock()
+        self._ended = False
+        self._raised: BaseException | None = None
+
+    def messages(self) -> Iterator[pb.PutRequest]:
+        """The header and the blocks. Ends early, so that nothing is stored, if the source raises."""
+        yield pb.PutRequest(header=self._header)
+        for position in self._positions:
+            buffer = memoryview(bytearray(self._block_bytes))
+            if not self._fill(position, buffer):
                 return
-            for start in range(0, info.block_bytes, CHUNK_BYTES):
+            for start in range(0, self._block_bytes, CHUNK_BYTES):
                 yield pb.PutRequest(chunk=bytes(buffer[start : start + CHUNK_BYTES]))
             yield pb.PutRequest(checksum=codec.checksum(buffer))
+
+    def end(self) -> None:
+        """Waits until the source is called no more, and raises what it raised, if anything."""
+        with self._lock:
+            self._ended = True
+        if self._raised is not None:
+            raise self._raised
+
+    def _fill(self, position: int, buffer: memoryview) -> bool:
+        with self._lock:
+            if self._ended:
+                return False
+            try:
+                self._source(position, buffer)
+            except BaseException as error:
+                self._raised = error
+            return self._raised is None
 
 
 def _count_answers(answers: Sequence[pb.ReserveResponse.Answer.ValueType]) -> Stored:

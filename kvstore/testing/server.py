@@ -100,6 +100,17 @@ class ServerProcess:
             self.kill()
         self._process = None
 
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Waits until the process has ended by itself; its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on.
+        """
+        assert self._process is not None
+        code = self._process.wait(timeout_s)
+        self._process = None
+        return code
+
     def kill(self) -> None:
         """Kills the process, as the kernel would when memory runs out."""
         if self._process is not None:

@@ -90,8 +90,7 @@ class CpuTier(Tier[memoryview]):
         self._namespaces: dict[Fingerprint, Namespace] = {}
         self._on_evicted = on_evicted
         self._uses = 0
-        self.set_aside_slots = 0
-        """Slots whose reservation expired while its holder lives."""
+        self._aside: set[Block] = set()
 
     # -- namespaces
 
@@ -199,7 +198,7 @@ class CpuTier(Tier[memoryview]):
         return Answer.RESERVED
 
     def commit(self, block: Block, checksum: int | None = None) -> None:
-        """Makes a written block readable, and it and the blocks before it the most recent."""
+        """Makes a written block readable. The caller touches it and those stored with it then."""
         block.generation = self.arena.publish(block.offset, checksum)
         block.checksum = checksum
         block.namespace.commit(block)
@@ -215,12 +214,17 @@ class CpuTier(Tier[memoryview]):
     def set_aside(self, block: Block) -> None:
         """Forgets a reserved block, but keeps its slot: its holder may still be writing."""
         block.namespace.abort(block)
-        self.set_aside_slots += 1
+        self._aside.add(block)
 
     def free_aside(self, block: Block) -> None:
         """Frees a slot that was set aside, once nobody can be writing to it."""
         self.arena.free(block.offset)
-        self.set_aside_slots -= 1
+        self._aside.remove(block)
+
+    @property
+    def set_aside_slots(self) -> int:
+        """Slots whose reservation expired while its holder lives."""
+        return len(self._aside)
 
     def seal(self, block: Block, checksum: int) -> None:
         """Adds the checksum of a readable block's bytes to it and to its slot."""
@@ -259,6 +263,8 @@ class CpuTier(Tier[memoryview]):
             header = slots.read_header(self.arena.buffer, block.offset)
             sound = (header.generation, header.key) == (block.generation, key)
             outcomes.append(Outcome.OK if sound else Outcome.CORRUPT)
+            if not sound and block.evictable:
+                self.drop(block)
         self.touch(index.longest_prefix(keys))
         return outcomes
 
@@ -384,7 +390,7 @@ class CpuTier(Tier[memoryview]):
             slab = self.arena.slab_of(block.offset)
             warmest[slab] = max(warmest.get(slab, 0), block.touched)
         needed = {self.arena.slab_of(block.offset) for block in blocks if block.pins}
-        needed.update(self.arena.slab_of(block.offset) for block in pending)
+        needed.update(self.arena.slab_of(block.offset) for block in (*pending, *self._aside))
         for slab in sorted(warmest.keys() - needed, key=warmest.__getitem__)[:SLABS_TRIED_MAX]:
             doomed = self._in_or_after(slab, blocks)
             if any(block.pins for block in doomed) or any(b.parent in doomed for b in pending):

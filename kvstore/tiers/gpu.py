@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvstore.errors import InvalidRequest
 from kvstore.eviction.base import EvictionPolicy
 from kvstore.eviction.lru import LRU
 from kvstore.index import Block, Namespace
@@ -118,6 +119,8 @@ class GpuTier(Tier[torch.Tensor]):
         timeout_s: float | None = None,
     ) -> list[Outcome]:
         check_batch(namespace, keys, [buffer.nbytes for buffer in into])
+        if not all(buffer.is_contiguous() for buffer in into):
+            raise InvalidRequest("a buffer is not contiguous")
         with self._lock:
             index = self._index(namespace)
             outcomes = []

@@ -41,9 +41,7 @@ def content(key: BlockKey, block_bytes: int = BLOCK_BYTES) -> bytes:
     return hashlib.shake_128(key).digest(block_bytes)
 
 
-def store(
-    namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None = None
-) -> Stored:
+def store(namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None = None) -> Stored:
     """Stores the blocks with their contents."""
 
     def source(index: int, into: memoryview) -> None:

@@ -243,9 +243,7 @@ def test_a_run_that_alternates_between_the_tiers_comes_back_in_order(
         assert load(namespace, keys, first=first, count=12 - first).blocks == 12 - first
 
 
-def test_after_a_full_clear_a_miss_says_that_it_was_cleared(
-    redis_client: Store, name: str
-) -> None:
+def test_after_a_full_clear_a_miss_says_that_it_was_cleared(redis_client: Store, name: str) -> None:
     namespace = redis_client.open(info_of(name))
     keys = chain(name, 4)
     store(namespace, keys)
@@ -254,9 +252,7 @@ def test_after_a_full_clear_a_miss_says_that_it_was_cleared(
     assert (found.blocks, found.miss_reason) == (0, MissReason.CLEARED)
 
 
-def test_a_fetch_for_many_readers_promotes_each_block_once(
-    redis_client: Store, name: str
-) -> None:
+def test_a_fetch_for_many_readers_promotes_each_block_once(redis_client: Store, name: str) -> None:
     namespace = redis_client.open(info_of(name))
     keys = chain(name, 20)
     store(namespace, keys)
@@ -293,9 +289,7 @@ def flip(target: str, info: NamespaceInfo, key: BlockKey) -> None:
         Arena(client).flip(key, info.block_bytes // 2)
 
 
-def test_a_flipped_byte_is_corrupt_when_the_server_verifies_always(
-    folder: Path, name: str
-) -> None:
+def test_a_flipped_byte_is_corrupt_when_the_server_verifies_always(folder: Path, name: str) -> None:
     info = info_of(name)
     keys = chain(name, 6)
     with ServerProcess(folder, "--no-redis", "--verify=always", cpu_bytes="16MiB") as server:

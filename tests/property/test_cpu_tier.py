@@ -203,9 +203,7 @@ TestCpuTier.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 @settings(max_examples=60, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=80
-    ),
+    requests=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=80),
     blocks=st.integers(1, 8),
 )
 def test_what_stays_is_what_a_plain_lru_of_prefixes_keeps(
@@ -300,7 +298,8 @@ def test_a_slab_with_a_slot_set_aside_is_not_emptied_in_vain(tier: CpuTier) -> N
     small, large = info_of(900), info_of(3000)
     namespace = tier.open(small)
     late = tier.reserve(namespace, [key_of("late")], None).blocks[0]
-    put(tier, small, [key_of(number) for number in range(39)])
+    for number in range(39):
+        put(tier, small, [key_of(number)])
     assert tier.arena.empty_slabs == 0
     tier.set_aside(late)
     assert put(tier, large, [key_of("large")]) == [Outcome.OK]

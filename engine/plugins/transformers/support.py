@@ -36,6 +36,11 @@ CACHE_ARGUMENT = next(
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
+# Of a configuration, what says where it came from. The dtype is measured.
+_BESIDE_THE_POINT = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+)
+
 Model = Any
 """A `PreTrainedModel` that can generate; its methods are typed too loosely to be of use."""
 
@@ -96,6 +101,11 @@ def measure(model: Model) -> Geometry:
         for layer in layers_of(cache)
         if layer.keys is not None and layer.values is not None
     }
+    if not shapes:
+        raise UnsupportedModel(
+            f"{name} left the cache empty: what it remembers is of another kind, such as a "
+            "recurrent state"
+        )
     if len(shapes) != 1 or not all(layer.is_initialized for layer in layers_of(cache)):
         raise UnsupportedModel(
             f"{name}'s layers differ in the shape of their KV, or share it: "
@@ -112,14 +122,31 @@ def measure(model: Model) -> Geometry:
 
 @torch.no_grad()
 def weights_digest(model: Model) -> str:
-    """SHA-256 over the commit, and over each weight's name, shape, dtype and a sample of it."""
-    digest = hashlib.sha256(str(getattr(model.config, "_commit_hash", None)).encode())
+    """SHA-256 over the commit, what computes with the weights, and over each weight's name,
+    shape, dtype and a sample of it.
+    """
+    commit = getattr(model.config, "_commit_hash", None)
+    digest = hashlib.sha256(f"{commit} {architecture_of(model)}".encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // WEIGHT_SAMPLES)].contiguous().cpu()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def architecture_of(model: Model) -> str:
+    """The model's class and settings as canonical JSON: norms, activations, experts, scales."""
+
+    def settings(config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: settings(value) if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name not in _BESIDE_THE_POINT
+        }
+
+    described = [type(model).__name__, settings(model.config.to_dict())]
+    return json.dumps(described, sort_keys=True, default=str)
 
 
 def rope_of(model: Model) -> str:

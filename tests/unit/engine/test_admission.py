@@ -231,3 +231,14 @@ def test_a_request_can_insist_on_loading_or_forbid_it() -> None:
 
 def test_nothing_found_is_nothing_to_load() -> None:
     assert decide_load(SMALL_CPU_MODEL, [], BLOCK, 64).reason is None
+
+
+def test_a_long_prefill_that_was_never_measured_does_not_look_free_after_many_short_ones() -> None:
+    costs = CostModel()
+    for turn in range(30):
+        # An engine whose prompts all hit computes few tokens a call, which mostly cost the call.
+        costs = costs.observe_prefill(25 if turn % 2 else 40, 1856, 0.5)
+        costs = costs.observe_load(TierName.CPU, 29 * BLOCK, 1.0)
+    decision = decide_load(costs, [(TierName.CPU, 29)], BLOCK, 64)
+    assert costs.saved_s(1856, 0) < 1.0
+    assert decision.blocks == 29
