@@ -21,7 +21,7 @@ from kvstore.index import Block
 from kvstore.leases import Leases
 from kvstore.outbox import Outbox
 from kvstore.report.board import Board
-from kvstore.server import Server
+from kvstore.server import Server, check_free
 from kvstore.service import Identity, Service
 from kvstore.store import Store
 from kvstore.tiers.cpu import CpuTier
@@ -50,6 +50,7 @@ def assemble(config: Config) -> Server:
     socket = config.state_dir / "kvstore.sock"
     if len(str(socket)) > SOCKET_PATH_CHARS_MAX:
         raise ConfigError(f"state_dir: {socket} is too long for a unix socket; use a shorter one")
+    check_free(socket)  # before its Valkey is taken over
     clock, chance = SystemClock(), random.SystemRandom()
     epoch = chance.getrandbits(63) | 1
     prefix = f"kvstore-{os.getuid()}-"

@@ -21,7 +21,7 @@ class Clock(Protocol):
         ...
 
 
-class SystemClock:
+class SystemClock(Clock):
     """The clock of the machine."""
 
     def monotonic_s(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 
 PREFIX = "KVSTORE_"
+SECONDS_MAX = 1e9
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -30,16 +31,16 @@ def parse_bytes(text: str) -> int:
     scale = {name.removesuffix("b"): factor for name, factor in _UNITS.items()}.get(unit or "")
     if match is None or scale is None or (unit and not match[2].lower().endswith("ib")):
         raise ValueError("write a number of bytes, or one with KiB, MiB, GiB or TiB: 4GiB")
-    size_bytes = int(float(match[1]) * scale)
-    if size_bytes < 1:
-        raise ValueError("write a size above 0")
-    return size_bytes
+    size_bytes = float(match[1]) * scale
+    if not 1 <= size_bytes < 1 << 63:
+        raise ValueError("write a size above 0 that a machine can have")
+    return int(size_bytes)
 
 
 def parse_seconds(text: str) -> float:
     """`"30"`, `"90s"`, `"15m"`, `"12h"` or `"7d"`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < SECONDS_MAX:
         raise ValueError("write a positive time in seconds, or with s, m, h or d: 12h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
@@ -199,5 +200,5 @@ def _parse(key: str, text: str, where: str) -> Any:
     parse = next(setting.metadata["parse"] for setting in settings() if setting.name == key)
     try:
         return parse(text)
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise ConfigError(f"{where}: {text!r} is not right; {error}") from error

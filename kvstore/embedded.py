@@ -1,7 +1,8 @@
 """An embedded Valkey: a real server process of our own, on a unix socket, for the redis tier.
 
-Its data is saved under the state folder when it stops, and loaded at the next start. One that a
-killed server left running is taken over; one that dies is started again.
+Its data is saved under the state folder when it stops, and loaded at the next start; data that
+can't be loaded is put aside, because it is a cache's. One that a killed server left running is
+taken over; one that dies is started again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,21 @@ class EmbeddedValkey:
         if self._adopt():
             log.info("took over the Valkey that runs on %s", self.socket)
             return
+        data = self._folder / "dump.rdb"
+        try:
+            self._launch()
+        except ConfigError:
+            if not data.exists():
+                raise
+            aside = data.replace(self._folder / "dump.rdb.unreadable")
+            try:
+                self._launch()
+            except ConfigError:
+                aside.replace(data)  # it was not the data's fault
+                raise
+            log.warning("the embedded Valkey could not load its data; they are in %s", aside)
+
+    def _launch(self) -> None:
         server = ValkeyServer(
             port=0,
             data_dir=self._folder,

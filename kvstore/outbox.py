@@ -79,12 +79,11 @@ class Outbox:
                 # pinned until it is done, also when this task is cancelled.
                 write = loop.run_in_executor(self._executor, self._write, batch)
                 try:
-                    results = await asyncio.shield(write)
-                except asyncio.CancelledError:
-                    results = await write
-                    self._finish(batch, results)
-                    raise
-                self._finish(batch, results)
+                    await asyncio.shield(write)
+                finally:
+                    if not write.done():
+                        await asyncio.wait([write])
+                    self._finish(batch, write)
             self._wake.clear()
             self._idle.set()
 
@@ -112,9 +111,16 @@ class Outbox:
         )
         return list(zip(checksums, outcomes, strict=True))
 
-    def _finish(self, batch: Sequence[Block], results: Sequence[tuple[int, Outcome]]) -> None:
+    def _finish(
+        self, batch: Sequence[Block], write: asyncio.Future[list[tuple[int, Outcome]]]
+    ) -> None:
+        """Unpins the blocks, whatever became of the write."""
+        written = not write.cancelled() and write.exception() is None
+        results: Sequence[tuple[int | None, Outcome]] = (
+            write.result() if written else [(None, Outcome.FAILED)] * len(batch)
+        )
         for block, (checksum, outcome) in zip(batch, results, strict=True):
-            if block.checksum is None:
+            if block.checksum is None and checksum is not None:
                 self._cpu.seal(block, checksum)
             block.pins -= 1
             self._queued_bytes -= block.namespace.info.block_bytes

@@ -38,6 +38,7 @@ log = logging.getLogger("kvstore.server")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 METRICS_TIMEOUT_S = 5.0
+USE_ANOTHER = "Use another --listen and --state-dir to run a second server"
 
 
 class Server:
@@ -143,8 +144,9 @@ class Server:
 
     def _bind(self, server: grpc.aio.Server, target: str) -> None:
         path = Path(target.removeprefix("unix:")) if target.startswith("unix:") else None
-        if path is not None and path.exists() and not _answers(path):
-            path.unlink()  # a killed server left it
+        if path is not None:
+            check_free(path)
+            path.unlink(missing_ok=True)  # a killed server left it
         try:
             bound = server.add_insecure_port(target)
         except RuntimeError:
@@ -152,7 +154,7 @@ class Server:
         if not bound:
             raise ConfigError(
                 f"can't listen on {target}: another server has it, or it isn't this host's. "
-                "Use another --listen and --state-dir to run a second server"
+                f"{USE_ANOTHER}"
             )
         if path is not None:
             path.chmod(0o600)
@@ -178,11 +180,11 @@ class Server:
             ) from error
 
 
-def _answers(path: Path) -> bool:
-    """Whether a server listens on this unix socket now."""
+def check_free(path: Path) -> None:
+    """Raises ConfigError when a server listens on this unix socket; gRPC would take it over."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
-            return True
         except OSError:
-            return False
+            return
+    raise ConfigError(f"can't listen on unix:{path}: another server has it. {USE_ANOTHER}")

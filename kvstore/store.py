@@ -196,6 +196,7 @@ class Store:
             reason = None
             if len(blocks) < len(keys):
                 reason = await self._extend(namespace, keys, blocks)
+            if reason is not None:
                 self.counters.misses[reason] = self.counters.misses.get(reason, 0) + 1
             if lease_s and session is not None and blocks:
                 pinned = ReadLease(namespace, keys[: len(blocks)], blocks)
@@ -208,10 +209,10 @@ class Store:
 
     async def _extend(
         self, namespace: Namespace, keys: Sequence[BlockKey], blocks: list[Block | None]
-    ) -> MissReason:
+    ) -> MissReason | None:
         """Goes on where the arena's run ended, with the remote tier's help; pins what it adds.
 
-        Returns why the run ends; the reason means nothing when it doesn't.
+        Returns why the run ends; None when it doesn't.
         """
         if self.remote is None:
             return self.history.reason(keys[len(blocks)])
@@ -233,7 +234,7 @@ class Store:
                     return MissReason.TIER_DOWN if answer is None else self.history.reason(key)
                 _pin([block])
                 blocks.append(block)
-        return MissReason.NEVER_SEEN
+        return None
 
     async def fetch(
         self, session: SessionId, lease_id: LeaseId, first: int, count: int
@@ -527,9 +528,11 @@ class Store:
             dropped_remotely = await asyncio.get_running_loop().run_in_executor(
                 self._executor, self.remote.clear, info
             )
-        if self.remote is None or not arena_only:
-            for index, before in keys.items():
-                gone = [key for key in before if index.get(key) is None]
+        for index, before in keys.items():
+            gone = [key for key in before if index.get(key) is None]
+            if gone:
+                self.watchers.publish(EventKind.EVICTED, index.info.fingerprint, gone, TierName.CPU)
+            if self.remote is None or not arena_only:
                 self.history.note(gone, MissReason.CLEARED)
         return dropped, dropped_remotely
 

@@ -104,7 +104,7 @@ def chat() -> Scenario:
         "What should I take with me on a walk in the hills?",
         "Which months are the best for walking?",
         "What should I do in a thunderstorm?",
-        "May I eat the mushrooms that I find?",
+        "Why should I start early in August?",
         "How do I walk past cows?",
     )
     return Scenario(

@@ -148,12 +148,16 @@ class Connection:
         timer = threading.Timer(ATTACH_TIMEOUT_S, call.cancel)
         timer.daemon = True
         timer.start()
-        for answer in call:
+        try:
+            for answer in call:
+                timer.cancel()
+                self.attached = self._accept(answer)
+                self._first_try.set()
+                self.wake()  # usage may have waited for the server
+                if self._closed.is_set():
+                    call.cancel()
+        finally:
             timer.cancel()
-            self.attached = self._accept(answer)
-            self._first_try.set()
-            if self._closed.is_set():
-                self._attach_call.cancel()
 
     def _accept(self, answer: pb.AttachResponse) -> Attached:
         mapping = None
@@ -175,7 +179,8 @@ class Connection:
             if not self._closed.is_set():
                 self._closed.wait(RELEASE_DELAY_S)
             self._wake.clear()
+            last = self._closed.is_set()  # before sending, so that nothing comes in between
             self.release()
             self._flush()
-            if self._closed.is_set():
+            if last:
                 return

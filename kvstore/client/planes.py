@@ -83,7 +83,7 @@ class DataPlane(Protocol):
         ...
 
 
-class SharedMemoryPlane:
+class SharedMemoryPlane(DataPlane):
     """Copies in place, in the server's arena."""
 
     def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub):
@@ -216,7 +216,7 @@ class SharedMemoryPlane:
         return stored
 
 
-class StreamPlane:
+class StreamPlane(DataPlane):
     """Sends blocks as chunks over gRPC, with a checksum each."""
 
     def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub):
@@ -311,7 +311,7 @@ class _Sending:
         self._raised: BaseException | None = None
 
     def messages(self) -> Iterator[pb.PutRequest]:
-        """The header and the blocks. Ends early, so that nothing is stored, if the source raises."""
+        """The header and the blocks; ends early if the source raises, so nothing is stored."""
         yield pb.PutRequest(header=self._header)
         for position in self._positions:
             buffer = memoryview(bytearray(self._block_bytes))

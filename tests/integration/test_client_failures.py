@@ -1,4 +1,4 @@
-"""Clients that are killed, stopped or late leak nothing past a deadline, and write nowhere wrong."""
+"""Clients that are killed, stopped or late leak nothing and write into no other's blocks."""
 
 from __future__ import annotations
 

@@ -224,6 +224,7 @@ def test_a_run_that_begins_in_the_arena_goes_on_in_redis(redis_client: Store, na
     assert load(namespace, keys[:4]).blocks == 4  # these are in the arena again
     checked = load(namespace, keys)
     assert checked.found.runs == ((TierName.CPU, 4), (TierName.REDIS, 6))
+    assert checked.found.miss_reason is None
     assert checked.loaded.runs == ((TierName.CPU, 4), (TierName.REDIS, 6))
 
 

@@ -40,16 +40,14 @@ def store(redis_server: ServerProcess) -> Iterator[kvstore.Store]:
 # -- whose KV it is
 
 
-def hits_across(store: kvstore.Store, first: Any, second: Any, **options: Any) -> int:
+def hits_across(
+    store: kvstore.Store, first: Any, second: Any, *names: dict[str, str], **shared: str
+) -> int:
     """Tokens that the second model takes from what the first one stored; both answer right."""
     ids = prompt(200)
-    given = {"first": first, "second": second}
     hits = 0
-    for name, model in given.items():
-        with (
-            Watched(model, store, **{"salt": options["salt"], **options.get(name, {})}) as watched,
-            watched.counting() as counted,
-        ):
+    for model, own in zip((first, second), names or ({}, {}), strict=True):
+        with Watched(model, store, **{**shared, **own}) as watched, watched.counting() as counted:
             watched.check(ids)
         hits = counted.usage.hit().tokens
     return hits
@@ -95,8 +93,8 @@ def test_the_same_weights_in_another_architecture_never_hit(
     model = tiny_llama()
     other = seeded(lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)))
     other.load_state_dict(model.state_dict())
-    names = {"first": {"name": "one"}, "second": {"name": "one"}}
-    assert hits_across(store, model, other, salt=name, **names) == 0
+    # Even if both are given one name.
+    assert hits_across(store, model, other, salt=name, name="one") == 0
 
 
 def test_a_configuration_saved_and_loaded_again_is_the_same_model(
@@ -105,8 +103,7 @@ def test_a_configuration_saved_and_loaded_again_is_the_same_model(
     model = tiny_llama()
     model.save_pretrained(folder)
     loaded = LlamaForCausalLM.from_pretrained(folder).eval()
-    names = {"first": {"name": "one"}, "second": {"name": "one"}}
-    assert hits_across(store, model, loaded, salt=name, **names) == 192
+    assert hits_across(store, model, loaded, salt=name, name="one") == 192
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -133,7 +130,7 @@ def test_another_salt_or_tenant_never_hits(
     first: dict[str, str], second: dict[str, str], store: kvstore.Store
 ) -> None:
     model = tiny_llama(seed=33)
-    assert hits_across(store, model, model, salt="", first=first, second=second) == 0
+    assert hits_across(store, model, model, first, second) == 0
 
 
 def test_another_adapter_than_at_the_start_is_refused(store: kvstore.Store, name: str) -> None:
@@ -347,10 +344,10 @@ def test_two_engines_that_store_one_prefix_at_once_keep_one_copy(
     engines: list[Watched] = []
     answers: list[Any] = []
 
-    def engine() -> None:
+    def engine(own_model: Any) -> None:
         with (
             kvstore.connect(redis_server.target) as own,
-            Watched(tiny_llama(), own, salt=name) as model,
+            Watched(own_model, own, salt=name) as model,
         ):
             engines.append(model)
             finish = model.cached._finish
@@ -362,7 +359,7 @@ def test_two_engines_that_store_one_prefix_at_once_keep_one_copy(
             model.cached._finish = together  # type: ignore[method-assign]
             answers.append(model.generate(prompt(300)).tolist())
 
-    threads = [threading.Thread(target=engine) for _ in range(2)]
+    threads = [threading.Thread(target=engine, args=(tiny_llama(),)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

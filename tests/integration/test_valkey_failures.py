@@ -127,15 +127,16 @@ def test_a_slow_valkey_costs_a_load_its_own_blocks_by_the_deadline(
 
 
 def test_a_valkey_that_stands_still_while_many_look_up_hangs_none_of_them(
-    client: Store, valkey: Valkey, name: str
+    own_server: ServerProcess, valkey: Valkey, name: str
 ) -> None:
-    namespace, keys = half_in_redis(client, name), chain(name, 8)
-    with valkey.standing_still():
-        for _ in range(6):  # more than the server has threads
-            found = namespace.lookup(keys)
-            assert (found.blocks, found.miss_reason) == (4, MissReason.TIER_DOWN)
-            namespace.release(found)
-    eventually(lambda: load(namespace, keys).blocks == 8)
+    with kvstore.connect(own_server.target) as client:
+        namespace, keys = half_in_redis(client, name), chain(name, 8)
+        with valkey.standing_still():
+            for _ in range(6):  # more than the server has threads
+                found = namespace.lookup(keys)
+                assert (found.blocks, found.miss_reason) == (4, MissReason.TIER_DOWN)
+                namespace.release(found)
+        eventually(lambda: load(namespace, keys).blocks == 8)
 
 
 def test_a_dead_valkey_shows_as_down_while_the_arena_serves_and_recovers_by_itself(

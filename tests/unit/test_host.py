@@ -11,6 +11,7 @@ from kvstore import host
 from kvstore.errors import ConfigError
 from kvstore.host import GIB, available_bytes, choose_arena_bytes
 
+
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What /proc and the cgroup say; files not in here don't exist."""
