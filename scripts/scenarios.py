@@ -101,11 +101,11 @@ def chat() -> Scenario:
         " how many people are hurt, and what the weather is like."
     )
     says = (
-        "What should I take with me on a walk in the hills?",
         "Which months are the best for walking?",
-        "What should I do in a thunderstorm?",
-        "Why should I start early in August?",
+        "What does a walker need?",
         "How do I walk past cows?",
+        "What should I do in a thunderstorm?",
+        "Whom do I call in an emergency?",
     )
     return Scenario(
         name="chat",

@@ -155,7 +155,7 @@ class Connection:
                 self._first_try.set()
                 self.wake()  # usage may have waited for the server
                 if self._closed.is_set():
-                    call.cancel()
+                    self._attach_call.cancel()
         finally:
             timer.cancel()
 

@@ -237,6 +237,8 @@ def measure(scale: Scale) -> tuple[list[Row], list[Row]]:
         steps = len(scale.blocks) * (scale.rounds + 1) * len(paths) * 2
         with common.progress("data plane", steps) as advance:
             for block_bytes in scale.blocks:
+                for path in paths:
+                    path.clear()
                 rows += _measure_size(paths, buffers, scale, block_bytes, advance)
                 calls += _measure_calls(paths, buffers, scale.calls, block_bytes)
     return rows, calls

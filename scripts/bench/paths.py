@@ -84,6 +84,9 @@ class Path(ABC):
     def settle(self) -> None:  # noqa: B027
         """Waits for work that `store` left to the background, if it leaves any."""
 
+    def clear(self) -> None:  # noqa: B027
+        """Drops everything, before the block size changes."""
+
     def forget(self) -> None:  # noqa: B027
         """Drops what earlier rounds stored, when it does not make room by itself."""
 
@@ -127,11 +130,14 @@ class Client(Path):
         self._store.open(nothing)
         self._store.clear(nothing, arena_only=True)
 
+    def clear(self) -> None:
+        """Drops everything: taking memory over from another block size has a price of its own."""
+        self._store.clear()
+
     def fill(self, buffers: Buffers, arena_bytes: int, block_bytes: int, blocks: int) -> None:
         """Fills the arena once, so that later stores meet memory that was in use before."""
         for _ in range(arena_bytes // (blocks * block_bytes)):
             self.store(buffers.batch(blocks, block_bytes))
-        self._store.clear()
 
 
 class TierAlone(Path):

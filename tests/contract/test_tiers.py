@@ -6,15 +6,26 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvstore import slots
 from kvstore.errors import InvalidRequest
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 from kvstore.types import BlockKey, NamespaceInfo, Outcome, TierState
-from tests.contract.harness import Bench, RedisBench, chain, data_of, info_of, key_of
+from tests.contract.harness import (
+    Bench,
+    CpuBench,
+    GpuBench,
+    RedisBench,
+    chain,
+    data_of,
+    info_of,
+    key_of,
+)
 
 SIZES = [1, 63, 64, 4097, (1 << 20) + 1]
 SMALL = info_of("small", 1000)
@@ -328,6 +339,42 @@ def test_status_counts_what_was_stored_and_what_is_here(bench: Bench) -> None:
     assert (status.name, status.state) == (tier.name, TierState.UP)
     assert (status.blocks, status.used_bytes) == (5, 5 * SMALL.block_bytes)
     assert status.counters["stored"] == 5
+
+
+# -- what only one tier can be given
+
+
+def test_the_cpu_tier_drops_a_block_whose_header_was_scribbled_over(cpu_bench: CpuBench) -> None:
+    tier = cpu_bench.make_for(4, SMALL.block_bytes)
+    keys = fill(cpu_bench, tier, SMALL, "a", 2)
+    block = tier.open(SMALL).get(keys[1])
+    assert block is not None
+    slots.write_generation(tier.arena.buffer, block.offset, block.generation + 2)
+    first = data_of(keys[0], SMALL.block_bytes)
+    assert cpu_bench.get(tier, SMALL, keys) == [first, Outcome.CORRUPT]
+    assert cpu_bench.get(tier, SMALL, keys) == [first, ABSENT]
+
+
+def test_the_gpu_tier_refuses_a_buffer_that_it_could_not_fill_in_place(
+    gpu_bench: GpuBench,
+) -> None:
+    tier = gpu_bench.make_for(4, SMALL.block_bytes)
+    keys = fill(gpu_bench, tier, SMALL, "a", 1)
+    every_other = torch.zeros(2 * SMALL.block_bytes, dtype=torch.uint8)[::2]
+    with pytest.raises(InvalidRequest, match="contiguous"):
+        tier.get(SMALL, keys, [every_other])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_the_gpu_tier_takes_tensors_of_any_type_and_shape(
+    gpu_bench: GpuBench, dtype: torch.dtype
+) -> None:
+    tier = gpu_bench.make_for(4, SMALL.block_bytes)
+    block = gpu_bench.buffer(data_of("a", SMALL.block_bytes)).view(dtype).reshape(2, -1)
+    assert tier.put(SMALL, chain("a", 1), [block]) == [OK]
+    into = torch.empty_like(block)
+    assert tier.get(SMALL, chain("a", 1), [into]) == [OK]
+    assert torch.equal(into.view(torch.uint8), block.view(torch.uint8))
 
 
 # -- against a model

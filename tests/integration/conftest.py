@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 import kvstore
 from kvstore.client import Store
 from kvstore.testing import ServerProcess
-from tests.integration.support import info_of
+from kvstore.wire._pb import kvstore_pb2 as pb
+from tests.integration.support import Raw, info_of, raw, report
+from tests.integration.wrong import INFO, KEYS, body, header
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +80,48 @@ def name(request: pytest.FixtureRequest) -> str:
 def namespace(client: Store, name: str) -> kvstore.client.store.Namespace:
     """A namespace of the test's own."""
     return client.open(info_of(name))
+
+
+# -- for wrong requests
+
+
+@pytest.fixture(scope="module")
+def watcher(server: ServerProcess) -> Iterator[kvstore.Store]:
+    """A well-behaved client, which sees whether anything changed."""
+    with kvstore.connect(server.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def evil(server: ServerProcess) -> Iterator[Raw]:
+    """A raw client with the namespace open and its four blocks stored."""
+    with raw(server.target) as client:
+        client.open(INFO)
+        answer = client.stub.Put(iter([header(client), *body(KEYS)]))
+        assert list(answer.answers) == [pb.ReserveResponse.ANSWER_RESERVED] * 4
+        yield client
+
+
+@pytest.fixture
+def refused(watcher: kvstore.Store, evil: Raw) -> Callable[..., None]:
+    """Makes the call, and checks its status, its message, and that nothing has changed."""
+
+    def state() -> Any:
+        document = report(watcher)
+        cpu = next(tier for tier in document["tiers"] if tier["name"] == "cpu")
+        del cpu["counters"]["aborted"]  # the one trace of a Put that goes wrong half way
+        del document["control"]["rpc"], document["taken_at"], document["server"]
+        return document
+
+    def check(code: grpc.StatusCode, words: str, call: Callable[[], Any]) -> None:
+        before = state()
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert isinstance(caught.value, grpc.Call)
+        assert (caught.value.code(), words in (caught.value.details() or "")) == (code, True), (
+            caught.value.code(),
+            caught.value.details(),
+        )
+        assert state() == before
+
+    return check

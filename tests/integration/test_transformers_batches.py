@@ -59,14 +59,10 @@ def test_a_batch_answers_as_without_reuse_whatever_its_rows_hit(
         assert counted.usage.requests == len(rows)
         assert counted.usage.prompt.tokens == sum(lengths)
         assert counted.usage.hit().tokens + counted.usage.missed().tokens == sum(lengths)
-        assert counted.usage.hit().tokens <= sum(
-            max(tokens - prefilled, 0) for tokens in lengths
-        )
+        assert counted.usage.hit().tokens <= sum(max(tokens - prefilled, 0) for tokens in lengths)
         with model.counting() as counted:
             model.check(padded(rows))
-        columns = min(
-            max(lengths) - tokens + (tokens - 1) // BLOCK * BLOCK for tokens in lengths
-        )
+        columns = min(max(lengths) - tokens + (tokens - 1) // BLOCK * BLOCK for tokens in lengths)
         assert counted.prefilled == max(lengths) - columns
 
 

@@ -179,9 +179,7 @@ class After(StoppingCriteria):
 
 
 @pytest.mark.parametrize("kind", [list, StoppingCriteriaList])
-def test_the_callers_stopping_criteria_stop_and_stay_as_they_are(
-    kind: Any, model: Watched
-) -> None:
+def test_the_callers_stopping_criteria_stop_and_stay_as_they_are(kind: Any, model: Watched) -> None:
     criteria = kind([After(203)])
     output = model.check(prompt(200), stopping_criteria=criteria)
     assert output.shape[1] == 203

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,78 @@ def test_another_adapter_than_at_the_start_is_refused(store: kvstore.Store, name
         model.active_adapters = lambda: ["medical"]
         with pytest.raises(UnsupportedModel, match="'medical'"):
             adapted.generate(prompt(100))
+
+
+def trained(model: Any) -> None:
+    loss = model(input_ids=prompt(20), labels=prompt(20)).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+CHANGES: dict[str, Any] = {
+    "training": trained,
+    "loading": lambda model: model.load_state_dict(tiny_llama(1).state_dict()),
+    "casting": lambda model: model.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_change_in_place_are_refused_until_the_model_is_wrapped_again(
+    change: str, store: kvstore.Store, name: str
+) -> None:
+    model = tiny_llama()
+    with Watched(model, store, salt=name) as watched:
+        watched.check(prompt(200))
+        CHANGES[change](model)
+        with pytest.raises(UnsupportedModel, match="weights changed"):
+            watched.generate(prompt(200))
+    with Watched(model, store, salt=name) as watched:
+        with watched.counting() as counted:
+            watched.generate(prompt(200))
+        assert counted.usage.hit().tokens == 0
+        with watched.counting() as counted:
+            watched.generate(prompt(200))
+        assert counted.usage.hit().tokens == 192
+
+
+def test_a_model_in_training_mode_neither_stores_its_dropout_nor_loads(
+    store: kvstore.Store, name: str
+) -> None:
+    model = tiny_llama(attention_dropout=0.5)
+    with Watched(model, store, salt=name) as watched:
+        model.train()
+        with watched.counting() as counted:
+            watched.generate(prompt(200))
+        assert counted.usage.requests == 0
+        model.eval()
+        for hits in (0, 192):
+            with watched.counting() as counted:
+                watched.check(prompt(200))
+            assert counted.usage.hit().tokens == hits
+
+
+def test_a_load_that_takes_too_long_is_broken_off_and_computed(
+    store: kvstore.Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(300)
+    with Watched(tiny_llama(), store, salt=name) as model:
+        model.generate(ids)
+        monkeypatch.setattr("engine.session.LOAD_TIMEOUT_S_UNKNOWN", 0.2)
+        monkeypatch.setattr("engine.session.LOAD_TIMEOUT_S_MIN", 0.2)
+        load = model.cached.session.namespace.load
+
+        def slow(found: Any, sink: Any, **options: Any) -> Any:
+            def waiting(position: int, view: memoryview) -> None:
+                time.sleep(0.3 if position == 1 else 0)
+                sink(position, view)
+
+            return load(found, waiting, **options)
+
+        model.cached.session.namespace.load = slow  # type: ignore[method-assign]
+        with model.counting() as counted:
+            model.check(ids)
+        assert counted.hits(TierName.CPU) == 128
+        assert counted.usage.misses[MissReason.TOO_SLOW].tokens == 128
 
 
 # -- damage
@@ -370,9 +443,7 @@ def test_two_engines_that_store_one_prefix_at_once_keep_one_copy(
     assert sum(engine.usage.already_present.blocks for engine in engines) == 4
     fingerprint = engines[0].cached.layout.fingerprint().hex()
     (namespace,) = [
-        one
-        for one in json.loads(store.report())["namespaces"]
-        if one["fingerprint"] == fingerprint
+        one for one in json.loads(store.report())["namespaces"] if one["fingerprint"] == fingerprint
     ]
     assert namespace["blocks"] == 4
     with Watched(tiny_llama(), store, salt=name) as model, model.counting() as counted:

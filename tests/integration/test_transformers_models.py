@@ -27,7 +27,10 @@ def store(server: ServerProcess) -> Iterator[kvstore.Store]:
 def made(name: str, **changes: Any) -> Any:
     """A tiny model of this architecture, without its empty settings."""
     config = getattr(transformers, f"{name}Config")
-    model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name.removesuffix('Text')}ForCausalLM")
+    model = getattr(
+        transformers,
+        "GPT2LMHeadModel" if name == "GPT2" else f"{name.removesuffix('Text')}ForCausalLM",
+    )
     settings = {key: value for key, value in {**SIZES, **changes}.items() if value != "-"}
     return seeded(lambda: model(config(**settings)))
 

@@ -64,8 +64,9 @@ def test_the_report_counts_what_the_models_computed_and_what_they_did_not(
     usages = [engine.cached.session.usage for engine in engines]
     assert sum(usage.hit().tokens for usage in usages) == hits
     assert sum(usage.stored.blocks for usage in usages) == report["stored"]["blocks"]
-    assert sum(usage.already_present.blocks for usage in usages) == (
-        report["already_present"]["blocks"]
+    assert (
+        sum(usage.already_present.blocks for usage in usages)
+        == (report["already_present"]["blocks"])
     )
     for engine in engines:
         engine.__exit__()
@@ -78,9 +79,7 @@ def test_an_answer_is_counted_to_its_last_token(store: kvstore.Store) -> None:
         stop = next(token for token in answer if token not in other)
         model.generate(prompt(40), max_new_tokens=1)
         model.generate(prompt(40), max_new_tokens=30)
-        model.generate(
-            padded([prompt(40), prompt(40, 1)]), max_new_tokens=30, eos_token_id=stop
-        )
+        model.generate(padded([prompt(40), prompt(40, 1)]), max_new_tokens=30, eos_token_id=stop)
         report = model_report(store, "answers", 4)
         assert report["output_tokens"] == 1 + 30 + answer.index(stop) + 1 + 30
 

@@ -74,7 +74,9 @@ def test_an_answer_depends_on_every_block_that_was_loaded(store: kvstore.Store) 
         for spoilt in range(4):
             load = model.cached.session.namespace.load
 
-            def spoil(found: Any, sink: Any, *, spoilt: int = spoilt, load: Any = load, **more: Any):  # noqa: E501
+            def spoil(
+                found: Any, sink: Any, *, spoilt: int = spoilt, load: Any = load, **more: Any
+            ):  # noqa: E501
                 def other(position: int, view: memoryview) -> None:
                     copy = bytearray(view)
                     if position == spoilt:

@@ -35,10 +35,12 @@ class ArenaMachine(RuleBasedStateMachine):
         self.keys = itertools.count()
 
     def teardown(self) -> None:
-        for offset in list(self.live):
-            self.arena.free(offset)
-        assert (self.arena.used_bytes, self.arena.empty_slabs) == (0, SLABS)
-        self.arena.close()
+        try:
+            for offset in list(self.live):
+                self.arena.free(offset)
+            assert (self.arena.used_bytes, self.arena.empty_slabs) == (0, SLABS)
+        finally:
+            self.arena.close()
 
     @rule(size=st.sampled_from(SIZES))
     def allocate(self, size: int) -> None:

@@ -76,16 +76,18 @@ class CpuMachine(RuleBasedStateMachine):
         self.pinned: list[Block] = []
 
     def teardown(self) -> None:
-        for block in self.reserved:
-            self.tier.abort(block)
-        for block in self.aside:
-            self.tier.free_aside(block)
-        for block in self.pinned:
-            block.pins -= 1
-        self.tier.clear()
         arena = self.tier.arena
-        assert (arena.used_bytes, arena.empty_slabs) == (0, 3)
-        arena.close()
+        try:
+            for block in self.reserved:
+                self.tier.abort(block)
+            for block in self.aside:
+                self.tier.free_aside(block)
+            for block in self.pinned:
+                block.pins -= 1
+            self.tier.clear()
+            assert (arena.used_bytes, arena.empty_slabs) == (0, 3)
+        finally:
+            arena.close()
 
     def readable(self) -> list[Block]:
         return [block for namespace in self.tier.namespaces for block in namespace]

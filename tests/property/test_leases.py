@@ -30,6 +30,7 @@ class LeasesMachine(RuleBasedStateMachine):
         self.sessions: dict[SessionId, dict[LeaseId, tuple[str, float]]] = {}
         self.late: dict[LeaseId, SessionId] = {}
         self.granted = 0
+        self.open_session()
 
     @rule()
     def open_session(self) -> None:
@@ -117,7 +118,7 @@ class LeasesMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeasesMachine.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 class Pinned:

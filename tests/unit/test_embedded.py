@@ -52,6 +52,11 @@ def end(folder: Path) -> None:
         client.shutdown(nosave=True)
 
 
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def client_of(folder: Path) -> redis.Redis:
     return redis.Redis(
         unix_socket_path=str(folder / "valkey.sock"),
@@ -104,6 +109,7 @@ def test_one_that_a_killed_server_left_is_taken_over_with_its_data(
     died = subprocess.run([sys.executable, "-c", script], check=False)
     assert died.returncode == -signal.SIGKILL
     orphan = pid_of(folder)
+    stack.callback(kill, orphan)
     with client_of(folder) as client:
         client.set("key", b"value")
     server = start(folder, stack)

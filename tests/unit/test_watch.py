@@ -60,16 +60,19 @@ def test_one_that_falls_behind_is_told_and_the_others_are_not_held_back(
     asyncio.run(test())
 
 
-def test_exactly_the_bound_is_not_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exactly_the_bound_is_not_behind_and_one_more_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "EVENTS_MAX", 10)
 
     async def test() -> None:
         watchers = Watchers()
-        events = watchers.subscribe(None)
+        events, behind = watchers.subscribe(ONE), watchers.subscribe(None)
         for number in range(10):
             publish(watchers, number)
+        publish(watchers, 10, OTHER)
         watchers.close()
         assert await numbers(events) == list(range(10))
+        with pytest.raises(FellBehind):
+            await numbers(behind)
 
     asyncio.run(test())
 

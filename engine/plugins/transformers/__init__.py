@@ -8,7 +8,7 @@
 `generate` takes and returns what the model's own does. It loads the prompt's longest stored
 prefix into the model's cache object, lets the model prefill the rest, and stores the blocks of
 the prompt and of the answer in the background. What it can't serve (beam search, a cache of the
-caller's, embeddings instead of tokens) goes straight to the model.
+caller's, embeddings instead of tokens, a model in training mode) goes straight to the model.
 """
 
 from engine.admission import Override

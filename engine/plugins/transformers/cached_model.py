@@ -53,6 +53,8 @@ class CachedModel:
         support.check_supported(model)
         self.model = model
         self._adapter = support.adapter_of(model)
+        self._weights = tuple(model.parameters())
+        self._weights_state = support.weights_state(self._weights)
         self._geometry = support.measure(model)
         self.layout = support.layout_of(model, self._geometry, name, tenant, salt)
         self._own_store = store is None
@@ -92,7 +94,8 @@ class CachedModel:
         `load` and `keep` override the decisions to load and to store for this call.
 
         Raises:
-            UnsupportedModel: another adapter is active than when this object was made.
+            UnsupportedModel: another adapter is active than when this object was made, or the
+                weights have changed since.
         """
         started_s = time.perf_counter()
         adapter = support.adapter_of(self.model)
@@ -100,6 +103,11 @@ class CachedModel:
             raise UnsupportedModel(
                 f"the model's active adapter is {adapter!r}, but was "
                 f"{self._adapter!r} when CachedModel was made: make one for each adapter"
+            )
+        if support.weights_state(self._weights) != self._weights_state:
+            raise UnsupportedModel(
+                "the model's weights changed since CachedModel was made, and what is stored is of "
+                "the old ones: make another"
             )
         if input_ids is None:
             input_ids = options.pop("inputs", None)  # as the model's own calls it
@@ -268,8 +276,10 @@ class CachedModel:
 
     def _serves(self, options: dict[str, Any]) -> bool:
         """Whether this call works on one cache that only grows, made of tokens alone."""
-        return not any(options.get(name) is not None for name in _UNSERVED) and all(
-            self._chosen(options, name) in (None, plain) for name, plain in _PLAIN.items()
+        return (
+            not self.model.training  # dropout would be stored
+            and not any(options.get(name) is not None for name in _UNSERVED)
+            and all(self._chosen(options, name) in (None, plain) for name, plain in _PLAIN.items())
         )
 
     def _pads(

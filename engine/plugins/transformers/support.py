@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -133,6 +134,14 @@ def weights_digest(model: Model) -> str:
         sample = flat[:: max(1, flat.numel() // WEIGHT_SAMPLES)].contiguous().cpu()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def weights_state(weights: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
+    """What changes when training, loading or casting changes these weights in place.
+
+    Cheap enough to ask before each request; one that sets a weight's `data` goes unseen.
+    """
+    return [(0 if one.is_inference() else one._version, one.dtype) for one in weights]
 
 
 def architecture_of(model: Model) -> str:

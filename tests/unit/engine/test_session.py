@@ -255,9 +255,7 @@ def test_what_the_pool_lost_since_the_lookup_ends_the_load(pooled: Engine) -> No
     [
         pytest.param(CostModel(), session_module.LOAD_TIMEOUT_S_UNKNOWN, id="nothing known"),
         pytest.param(known_costs(), session_module.LOAD_TIMEOUT_S_MIN, id="little saved"),
-        pytest.param(
-            known_costs(prefill=PrefillCost.of(0.0, 0.5, 0.0)), 0.5 * 32, id="much saved"
-        ),
+        pytest.param(known_costs(prefill=PrefillCost.of(0.0, 0.5, 0.0)), 0.5 * 32, id="much saved"),
     ],
 )
 def test_a_load_may_take_as_long_as_the_prefill_it_saves(
@@ -419,9 +417,7 @@ def test_a_request_that_was_not_alone_measures_no_computing(engine: Engine) -> N
 
 def test_decoding_is_measured_by_the_tokens_after_the_first(engine: Engine) -> None:
     for _ in range(6):  # 11 tokens, of which the last has no KV
-        engine.run(
-            range(16), range(10), timing=Timing(1.0, 5.0, 6.0), output_tokens=11
-        )
+        engine.run(range(16), range(10), timing=Timing(1.0, 5.0, 6.0), output_tokens=11)
     assert engine.session.usage.output_tokens == 66
     assert engine.session.costs.decode_s(1) == pytest.approx(0.5, rel=0.01)
 
@@ -498,9 +494,7 @@ def test_whatever_happens_every_token_and_every_offered_block_is_counted_once(
             else:
                 answer = range(1000, 1000 + one["answer"])
                 timing = Timing(0.1, 0.1, 0.3, one["alone"])
-                engine.finish(
-                    request, [*tokens, *answer], timing=timing, override=one["override"]
-                )
+                engine.finish(request, [*tokens, *answer], timing=timing, override=one["override"])
                 outputs += one["answer"]
             finished += 1
             prompts += len(tokens)
