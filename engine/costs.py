@@ -21,9 +21,6 @@ from engine.estimate import Estimate, checked_fields, given
 from kvstore.errors import InvalidRequest
 from kvstore.types import TierName
 
-REACH = 4
-"""How many times longer than the longest measured prefill one may be and still be predicted."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
@@ -55,13 +52,13 @@ class PrefillCost(_Cost):
         return (1.0, tokens * (context + tokens / 2), float(tokens))
 
     def known_for(self, tokens: int) -> bool:
-        """Whether calls of about that size were measured, not only much smaller ones.
+        """Whether calls of that size were measured, not only smaller ones.
 
         An engine whose prompts all hit computes a few tokens a call. From those, what a call
         costs and what a token costs can't be told apart, and a long prefill may look free.
         """
         longest = max((seen.work[-1] for seen in self.estimate.kept), default=float(tokens))
-        return self.known and tokens <= REACH * longest
+        return self.known and tokens <= longest
 
     def seconds(self, tokens: int, context: int) -> float:
         """Seconds of one call that computes `tokens` after `context` tokens."""

@@ -96,9 +96,7 @@ class Namespace:
     def longest_prefix(self, keys: Sequence[BlockKey]) -> list[Block]:
         """The blocks of the longest run of present keys from the start of `keys`."""
         run = []
-        find = self._blocks.get
-        for key in keys:
-            block = find(key)
+        for block in map(self._blocks.get, keys):
             if block is None:
                 break
             run.append(block)

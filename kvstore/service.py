@@ -30,7 +30,7 @@ from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHUNK_BYTES, NAME_CHARS_MAX
-from kvstore.wire.status import code_of
+from kvstore.wire.status import code_of, metadata_of
 
 log = logging.getLogger("kvstore.service")
 
@@ -72,7 +72,7 @@ def unary(
         try:
             return await handler(self, request)
         except errors.KVStoreError as error:
-            await context.abort(code_of(error), str(error))
+            await context.abort(code_of(error), str(error), metadata_of(error))
             raise AssertionError("abort raises") from error
 
     return answer
@@ -89,7 +89,7 @@ def stream(
             async for response in handler(self, request):
                 yield response
         except errors.KVStoreError as error:
-            await context.abort(code_of(error), str(error))
+            await context.abort(code_of(error), str(error), metadata_of(error))
 
     return answer
 
@@ -163,10 +163,11 @@ class Service(pb_grpc.KVStoreServicer):
         self._release(session, request.release)
         found = await self._store.lookup(fingerprint, keys, session, request.lease_ms / 1000)
         resident = [block for block in found.blocks if block is not None]
+        runs = found.runs
         return pb.LookupResponse(
             present=len(found.blocks),
-            tiers=[convert.TIER_TO_WIRE[name] for name, _ in found.runs],
-            tier_blocks=[count for _, count in found.runs],
+            tiers=[convert.TIER_TO_WIRE[name] for name, _ in runs],
+            tier_blocks=[count for _, count in runs],
             miss_reason=_miss_to_wire(found.miss_reason),
             lease=found.lease or 0,
             slot_offsets=_packed([block.offset for block in resident]),
@@ -266,7 +267,7 @@ class Service(pb_grpc.KVStoreServicer):
         try:
             return await self._put(request_iterator)
         except errors.KVStoreError as error:
-            await context.abort(code_of(error), str(error))
+            await context.abort(code_of(error), str(error), metadata_of(error))
             raise AssertionError("abort raises") from error
 
     async def _put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:

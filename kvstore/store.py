@@ -10,9 +10,10 @@ Knows nothing of the wire, of engines, or of why a block is worth keeping.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -57,6 +58,9 @@ not lose what the arena holds with what a slow tier may hold."""
 FETCH_BYTES = 16 << 20
 """Payload bytes that one thread brings at a time, so that the first blocks are readable early."""
 
+DRAIN_S_MAX = 20.0
+"""How long `clear` waits for the write-through: a steady stream of stores never ends."""
+
 FETCH_TIMEOUT_S = 10.0
 SWEEP_S = 0.2
 REFRESH_S = 2.0
@@ -94,18 +98,10 @@ class LookupResult:
     @property
     def runs(self) -> list[tuple[TierName, int]]:
         """The tiers of the run in order, with how many blocks each has."""
+        if None not in self.blocks:
+            return [(TierName.CPU, len(self.blocks))] if self.blocks else []
         names = (TierName.REDIS if block is None else TierName.CPU for block in self.blocks)
         return [(name, len(list(group))) for name, group in groupby(names)]
-
-
-@dataclass(slots=True)
-class StoreCounters:
-    """What happened since the start, beside what the tiers count."""
-
-    lookups: int = 0
-    leases_expired: int = 0
-    promoted: int = 0
-    misses: dict[MissReason, int] = field(default_factory=dict)
 
 
 class Store:
@@ -130,7 +126,6 @@ class Store:
         self.history = history
         self.watchers = watchers
         self.verify_always = verify_always
-        self.counters = StoreCounters()
         self._clock = clock
         self._executor = executor
         self._orphans: list[Lease[Pinned]] = []
@@ -188,7 +183,6 @@ class Store:
                     f"a lease needs a session and a time of up to {READ_LEASE_S_MAX:.0f} s"
                 )
             self.leases.check_session(session)
-        self.counters.lookups += 1
         blocks: list[Block | None] = list(namespace.longest_prefix(keys))
         _pin(blocks)
         lease = None
@@ -196,8 +190,6 @@ class Store:
             reason = None
             if len(blocks) < len(keys):
                 reason = await self._extend(namespace, keys, blocks)
-            if reason is not None:
-                self.counters.misses[reason] = self.counters.misses.get(reason, 0) + 1
             if lease_s and session is not None and blocks:
                 pinned = ReadLease(namespace, keys[: len(blocks)], blocks)
                 lease = self.leases.grant(session, pinned, lease_s)
@@ -350,7 +342,6 @@ class Store:
             for block, (outcome, checksum) in zip(reserved, fetched, strict=True):
                 if outcome is Outcome.OK:
                     self.cpu.commit(block, checksum)
-                    self.counters.promoted += 1
                     results[block.key] = block
                 else:
                     self.cpu.abort(block)
@@ -401,6 +392,8 @@ class Store:
                 f"blocks of {block_bytes} bytes, but this namespace's have "
                 f"{namespace.info.block_bytes}"
             )
+        if len({*keys, parent}) <= len(keys):
+            raise InvalidRequest("the same key twice: keys and parent are blocks of one prefix")
         reservation = self.cpu.reserve(namespace, keys, parent)
         lease = None
         if reservation.blocks:
@@ -496,7 +489,6 @@ class Store:
         given away while its session lives: a client that was stopped may go on writing to them.
         """
         for lease in self.leases.expire():
-            self.counters.leases_expired += 1
             if isinstance(lease.pinned, ReadLease):
                 self._undo(lease)
                 continue
@@ -515,11 +507,12 @@ class Store:
     ) -> tuple[int, int]:
         """Drops blocks that nobody has leased; returns how many, in the arena and remotely.
 
-        What is on its way to the remote tier gets there first.
+        What is on its way to the remote tier gets there first, within `DRAIN_S_MAX`.
         """
         info = self.namespace(fingerprint).info if fingerprint is not None else None
         if self.outbox is not None:
-            await self.outbox.drained()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.outbox.drained(), DRAIN_S_MAX)
         chosen = self.cpu.namespaces if fingerprint is None else [self.namespace(fingerprint)]
         keys = {index: [block.key for block in index] for index in chosen}
         dropped = self.cpu.clear(info)

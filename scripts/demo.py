@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,13 @@ def run_pass(chosen: Pass, model_dir: Path, target: str) -> Iterator[Line]:
         command += ["--target", target]
     with tempfile.TemporaryFile("w+") as errors:
         engine = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=ROOT,
+            # Idle torch threads spin by default, and take the core from the server.
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         assert engine.stdout is not None
         for line in engine.stdout:

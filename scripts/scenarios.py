@@ -66,7 +66,7 @@ def _token_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def long_document() -> Scenario:
-    """Six short questions about one document of 1,900 tokens, which each prompt begins with."""
+    """Six short questions about one document of 1,400 tokens, which each prompt begins with."""
     document = HANDBOOK.read_text(encoding="utf-8").strip()
     system = "Answer the question about the handbook with a few words from it."
     questions = (
@@ -117,19 +117,17 @@ def chat() -> Scenario:
 
 
 def short_prompts() -> Scenario:
-    """Six short prompts that share nothing, with answers much longer to make than to prepare."""
+    """Four short prompts that share nothing, with answers much longer to make than to prepare."""
     return Scenario(
         name="short_prompts",
-        description="six short prompts with nothing in common",
+        description="four short prompts with nothing in common",
         turns=(
             Turn("Gardener.", "Tell me how tomatoes are grown from seed."),
             Turn("You are a historian.", "What was a lighthouse keeper's day like?"),
             Turn("Write for children.", "Begin a story about a fox and a paper boat."),
             Turn("Baker's advice only.", "How does bread dough rise, and why does it need rest?"),
-            Turn("Explain simply.", "Why is the sky blue at noon and red in the evening?"),
-            Turn("Poet.", "Write four calm lines about the sea early in the morning."),
         ),
-        max_new_tokens=24,
+        max_new_tokens=32,
     )
 
 

@@ -29,7 +29,13 @@ from kvstore.client.planes import (
     StreamPlane,
 )
 from kvstore.config import default_state_dir
-from kvstore.errors import InvalidRequest, RequestError, UnknownLease, UnknownNamespace
+from kvstore.errors import (
+    InvalidRequest,
+    RequestError,
+    TooMany,
+    UnknownLease,
+    UnknownNamespace,
+)
 from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason, TierName, Usage
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
@@ -122,7 +128,9 @@ class Namespace:
         reason = convert.MISS_FROM_WIRE[answer.miss_reason] if answer.miss_reason else None
         lease = None
         if answer.lease:
-            resident = [tier is TierName.CPU for tier, count in runs for _ in range(count)]
+            resident: list[bool] = []
+            for tier, count in runs:
+                resident += [tier is TierName.CPU] * count
             lease = Lease(
                 answer.lease,
                 keys[: answer.present],
@@ -404,7 +412,7 @@ class Store:
         attached = self._connection.attached
         if isinstance(error, UnknownNamespace) and attached is not None:
             attached.opened.discard(namespace.info.fingerprint)
-        elif isinstance(error, RequestError) and not isinstance(error, UnknownLease):
+        elif isinstance(error, RequestError) and not isinstance(error, UnknownLease | TooMany):
             raise error from call
         elif attached is not None and attached.epoch != self._warned_epoch:
             self._warned_epoch = attached.epoch

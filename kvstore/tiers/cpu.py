@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore import slots
 from kvstore.arena import Arena
-from kvstore.errors import NamespaceConflict
+from kvstore.errors import NamespaceConflict, TooMany
 from kvstore.eviction.base import EvictionPolicy
 from kvstore.index import Block, Namespace
 from kvstore.tiers.base import Tier, check_batch
@@ -38,6 +38,8 @@ STARVATION_RATIO = 2
 """A size is starved when its coldest block was used this many times more recently than
 another's. Below, two sizes in steady use would take slabs from each other back and forth, and
 each move drops a slab's blocks out of order."""
+
+NAMESPACES_MAX = 4096
 
 SLABS_TRIED_MAX = 8
 """How many slabs are looked at for one that can be emptied; each look walks the whole index."""
@@ -100,10 +102,13 @@ class CpuTier(Tier[memoryview]):
         Raises:
             NamespaceConflict: it is open with another block size.
             InvalidRequest: no slab could hold its blocks.
+            TooMany: `NAMESPACES_MAX` namespaces are open.
         """
         namespace = self._namespaces.get(info.fingerprint)
         if namespace is None:
             self.arena.check_payload_bytes(info.block_bytes)
+            if len(self._namespaces) >= NAMESPACES_MAX:
+                raise TooMany(f"{NAMESPACES_MAX} namespaces are open; restart to forget old ones")
             namespace = self._namespaces[info.fingerprint] = Namespace(info)
         known = namespace.info
         if (known.block_bytes, known.block_tokens) != (info.block_bytes, info.block_tokens):

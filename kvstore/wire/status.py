@@ -17,7 +17,10 @@ CODES: dict[type[errors.KVStoreError], grpc.StatusCode] = {
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 
-_UNKNOWN_NAMESPACE = "namespace "
+ERROR_NAME = "kvstore-error"
+"""Trailing metadata that names the error's class, since several share a status code."""
+
+_BY_NAME = {kind.__name__: kind for kind in CODES}
 
 
 def code_of(error: errors.KVStoreError) -> grpc.StatusCode:
@@ -25,20 +28,23 @@ def code_of(error: errors.KVStoreError) -> grpc.StatusCode:
     return CODES.get(type(error), grpc.StatusCode.INTERNAL)
 
 
+def metadata_of(error: errors.KVStoreError) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata that tells a client of this error."""
+    return ((ERROR_NAME, type(error).__name__),)
+
+
 def error_of(call: grpc.RpcError) -> errors.KVStoreError:
-    """The error that a failed call stands for."""
-    code = call.code() if isinstance(call, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = (call.details() if isinstance(call, grpc.Call) else None) or str(call)
-    match code:
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return errors.InvalidRequest(details)
-        case grpc.StatusCode.NOT_FOUND if details.startswith(_UNKNOWN_NAMESPACE):
-            return errors.UnknownNamespace(details)
-        case grpc.StatusCode.NOT_FOUND:
-            return errors.UnknownLease(details)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return errors.NamespaceConflict(details)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.TooMany(details)
-        case _:
-            return errors.Unavailable(f"{code.name}: {details}")
+    """The error that a failed call stands for.
+
+    Those that gRPC raises by itself have no name: a message that is too large, and everything
+    that keeps a call from reaching the server.
+    """
+    if not isinstance(call, grpc.Call):
+        return errors.Unavailable(str(call))
+    details = call.details() or str(call)
+    named = dict(call.trailing_metadata() or ()).get(ERROR_NAME)
+    if named in _BY_NAME:
+        return _BY_NAME[named](details)
+    if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.TooMany(details)
+    return errors.Unavailable(f"{call.code().name}: {details}")

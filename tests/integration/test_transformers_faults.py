@@ -140,7 +140,7 @@ def test_another_adapter_than_at_the_start_is_refused(store: kvstore.Store, name
         watched.generate(prompt(100))
         model._hf_peft_config_loaded = True
         model.active_adapters = lambda: ["legal"]
-        with pytest.raises(UnsupportedModel, match="'legal'.*''"):
+        with pytest.raises(UnsupportedModel, match=r"'legal'.*''"):
             watched.generate(prompt(100))
         with Watched(model, store, salt=name) as adapted, adapted.counting() as counted:
             adapted.check(prompt(100))

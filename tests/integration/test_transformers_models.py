@@ -1,4 +1,4 @@
-"""Which architectures are served, each equal to plain generation, and which are refused, and why."""
+"""Which architectures are served, equal to plain generation, and which are refused, and why."""
 
 from __future__ import annotations
 

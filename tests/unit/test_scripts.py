@@ -51,7 +51,7 @@ def test_generated_protocol_code_is_current() -> None:
 def test_questions_about_the_document_share_all_but_their_last_tokens(tokenizer: Any) -> None:
     prompts = prompts_of(scenarios.long_document(), tokenizer, "An answer.")
     assert len(prompts) == 6
-    assert 1_800 <= min(map(len, prompts)) <= max(map(len, prompts)) <= 2_500
+    assert 1_300 <= min(map(len, prompts)) <= max(map(len, prompts)) <= 1_600
     for prompt in prompts[1:]:
         assert shared_length(prompts[0], prompt) > len(prompt) - 40
 
@@ -69,7 +69,7 @@ def test_a_chat_prompt_begins_with_the_one_before_it_and_its_answer(tokenizer: A
 @pytest.mark.timeout(600)
 def test_short_prompts_share_less_than_a_block(tokenizer: Any) -> None:
     prompts = prompts_of(scenarios.short_prompts(), tokenizer, "An answer.")
-    assert len(prompts) == 6
+    assert len(prompts) == 4
     assert all(20 <= len(prompt) <= 40 for prompt in prompts)
     for number, prompt in enumerate(prompts):
         for other in prompts[:number]:

@@ -54,7 +54,7 @@ class FakeNamespace:
     refuses: Exception | None = None
     leases: int = 0
     offered: int = 0
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     refused: list[BlockKey] = field(default_factory=list)
     pools: list[Any] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
