@@ -16,9 +16,11 @@ from transformers import DynamicCache
 import kvstore
 from engine.admission import Override
 from engine.costs import CostModel, DecodeCost, PrefillCost
+from engine.hashing import block_keys
 from engine.session import Request
 from kvstore.testing import ServerProcess
 from kvstore.types import MissReason, SkipReason, TierName
+from tests.helpers import eventually
 from tests.integration.tiny_models import (
     BLOCK,
     Watched,
@@ -241,6 +243,10 @@ def test_never_loads_or_stores_when_told_so(store: kvstore.Store) -> None:
             model.check(ids, keep=Override.NEVER)
         assert counted.usage.skipped[SkipReason.BY_REQUEST].blocks == 3
         assert counted.usage.stored.blocks == 0
+        namespace = model.cached.session.namespace
+        keys = block_keys(namespace.info.fingerprint, ids[0].numpy(), BLOCK)
+        # What was refused is told to the server in the background.
+        eventually(lambda: namespace.lookup(keys, 0).miss_reason is MissReason.REFUSED)
         with model.counting() as counted:
             model.check(ids)
         assert counted.usage.misses[MissReason.REFUSED].blocks == 3

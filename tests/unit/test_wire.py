@@ -16,7 +16,7 @@ from kvstore.types import BlockCount, BlockKey, MissReason, SkipReason, TierName
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire.limits import KEYS_MAX
-from kvstore.wire.status import CODES, code_of, error_of
+from kvstore.wire.status import CODES, code_of, error_of, metadata_of
 
 NOT_SENT = {
     errors.KVStoreError: "the base",
@@ -54,9 +54,12 @@ def test_no_mapped_error_becomes_an_internal_one() -> None:
 class FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     """A call as a client sees it fail."""
 
-    def __init__(self, code: grpc.StatusCode, details: str):
+    def __init__(
+        self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()
+    ):
         self._code = code
         self._details = details
+        self._metadata = metadata
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -67,24 +70,23 @@ class FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     def _unused(self, *_: Any) -> Any:
         raise NotImplementedError
 
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
     add_callback = cancel = initial_metadata = is_active = time_remaining = _unused
-    trailing_metadata = _unused
 
 
-@pytest.mark.parametrize("error", list(CODES))
-def test_an_error_arrives_as_one_of_the_same_status_with_the_same_words(
-    error: type[KVStoreError],
-) -> None:
-    arrived = error_of(FailedCall(CODES[error], "what went wrong"))
-    assert code_of(arrived) is CODES[error]
-    assert "what went wrong" in str(arrived)
+@pytest.mark.parametrize("kind", list(CODES))
+def test_an_error_arrives_as_the_same_one_with_the_same_words(kind: type[KVStoreError]) -> None:
+    sent = kind("what went wrong")
+    arrived = error_of(FailedCall(code_of(sent), str(sent), metadata_of(sent)))
+    assert type(arrived) is kind
+    assert str(arrived) == "what went wrong"
 
 
-def test_an_unknown_namespace_arrives_as_such() -> None:
-    call = FailedCall(grpc.StatusCode.NOT_FOUND, "namespace 0011 is not open")
-    assert type(error_of(call)) is errors.UnknownNamespace
-    call = FailedCall(grpc.StatusCode.NOT_FOUND, "lease 0x1 has expired")
-    assert type(error_of(call)) is errors.UnknownLease
+def test_a_message_that_grpc_refuses_for_its_size_arrives_as_too_many() -> None:
+    call = FailedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max")
+    assert type(error_of(call)) is errors.TooMany
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
