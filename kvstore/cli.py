@@ -40,7 +40,6 @@ def _server_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             is_flag=switch,
             flag_value="true" if switch else None,
             default=None,
-            show_default=False if switch or setting.default is None else str(setting.default),
         )(command)
     return command
 

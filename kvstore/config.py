@@ -93,7 +93,7 @@ class Config:
         parse_address,
         "127.0.0.1:7700",
         "TCP address for clients. Whoever reaches it can read and write: open it to trusted "
-        "networks alone.",
+        "networks alone. Default: 127.0.0.1:7700.",
     )
     state_dir: Path = _setting(
         parse_path,
@@ -105,24 +105,28 @@ class Config:
         parse_bytes, None, "Size of the CPU tier, as 4GiB. Default: a quarter of the free memory."
     )
     shm_dir: Path = _setting(
-        parse_path, Path("/dev/shm"), "Mount that holds the CPU tier: memory, not a disk."
+        parse_path,
+        Path("/dev/shm"),
+        "Mount that holds the CPU tier: memory, not a disk. Default: /dev/shm.",
     )
     share_arena: bool = _setting(
         parse_bool,
         True,
-        "Let clients of this user on this host map the CPU tier. Without it they use streams.",
+        "Let clients of this user on this host map the CPU tier. Without it they use streams. "
+        "Default: true.",
     )
     verify: str = _setting(
         parse_verify,
         "moves",
         "Check a block's checksum when it moves between hosts or tiers (moves), or on every "
-        "read from shared memory too (always).",
+        "read from shared memory too (always). Default: moves.",
     )
     redis_url: str = _setting(
         str,
         "embedded",
         "Redis or Valkey of the redis tier: redis://host:port, rediss://…, "
-        "redis+cluster://host:port, unix:///path, or embedded: a Valkey of the server's own.",
+        "redis+cluster://host:port, unix:///path, or embedded: a Valkey of the server's own. "
+        "Default: embedded.",
     )
     no_redis: bool = _setting(parse_bool, False, "Go without a redis tier.")
     redis_bytes: int | None = _setting(
@@ -132,13 +136,19 @@ class Config:
         "as the CPU tier when embedded, else 16GiB.",
     )
     redis_ttl_s: float = _setting(
-        parse_seconds, 86400.0, "Time after which the redis tier forgets an unused block, as 12h."
+        parse_seconds,
+        86400.0,
+        "Time after which the redis tier forgets an unused block, as 12h. Default: 24h.",
     )
     metrics: str = _setting(
-        parse_address, "127.0.0.1:7701", "Address of /metrics for Prometheus, or none."
+        parse_address,
+        "127.0.0.1:7701",
+        "Address of /metrics for Prometheus, or none. Default: 127.0.0.1:7701.",
     )
     drain_s: float = _setting(
-        parse_seconds, 10.0, "Most time that stopping may take to finish what is under way."
+        parse_seconds,
+        10.0,
+        "Most time that stopping may take to finish what is under way. Default: 10s.",
     )
 
 

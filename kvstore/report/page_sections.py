@@ -86,8 +86,9 @@ def over_time(history: Sequence[History], taken_at: float) -> str:
     span_s = min(_SPAN_MAX_S, max(_SPAN_MIN_S, taken_at - oldest))
     rate, load = _columns(points, taken_at - span_s)
     peak = max(column.amount for column in load)
+    pattern = "%H:%M" if span_s >= _SPAN_MAX_S else "%H:%M:%S"
     axis = [
-        words.moment(taken_at - span_s * (1 - place), "%H:%M") for place in (0, 0.25, 0.5, 0.75, 1)
+        words.moment(taken_at - span_s * (1 - place), pattern) for place in (0, 0.25, 0.5, 0.75, 1)
     ]
     rows = [
         html.row(

@@ -224,10 +224,10 @@ def _pairs(counters: Mapping[str, int]) -> str:
 def _control(console: Console, control: Control, namespaces: int) -> None:
     console.print(
         Text(
-            f"{namespaces:,} namespaces, {control['leases']:,} leases, "
-            f"{control['reserved_slots']:,} slots reserved and "
-            f"{control['quarantined_slots']:,} in quarantine, "
-            f"{control['write_through_queue']:,} blocks waiting for a lower tier"
+            f"namespaces {namespaces:,}, leases {control['leases']:,}, "
+            f"slots reserved {control['reserved_slots']:,}, "
+            f"in quarantine {control['quarantined_slots']:,}, "
+            f"blocks waiting for a lower tier {control['write_through_queue']:,}"
         )
     )
     if any(control["rpc"].values()):

@@ -11,9 +11,10 @@ of what one server remembers storing:
 
 A block's name is its namespace's fingerprint and its key: 64 bytes.
 
-A block enters the ledger before it is written and leaves it before it is deleted, so what a
-crash leaves between the two is counted but absent, never present but uncounted; its time to live
-heals that. Whenever a prefix is used, each block's time of use is set a little above that of the
+A block enters the ledger before it is written, so what a crash leaves between the two is counted
+but absent. It leaves the ledger before it is deleted; if another host evicts it before its writer
+has written it, or crashes between the two, it is present but uncounted. Its time to live heals
+both. Whenever a prefix is used, each block's time of use is set a little above that of the
 block after it, up to the root, and never back, so that the least recently used block is always a
 leaf (D5); and so is the one that expires first.
 
