@@ -15,12 +15,12 @@ Pure: knows nothing of keys, buffers, servers or clocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.admission import LoadDecision, Override, StoreDecision, decide_load
+from engine.admission import LoadDecision, Override, decide_load
 from engine.costs import CostModel
 from kvstore.errors import InvalidRequest
-from kvstore.types import BlockCount, MissReason, SkipReason, TierName
+from kvstore.types import BlockCount, MissReason, TierName
 
 Run = tuple[TierName, int]
 """So many blocks of a prefix, one after the other, in one tier."""
@@ -69,13 +69,14 @@ class LoadPlan:
     next_reason: MissReason | None
     """Why the block after the found ones isn't there; None if all loadable ones are."""
     decision: LoadDecision
+    pool_tokens: int
     hits: Mapping[TierName, BlockCount]
     misses: Mapping[MissReason, BlockCount]
 
     @property
     def blocks(self) -> int:
         """How many blocks to load."""
-        return sum(count for _, count in self.runs)
+        return count_of(self.runs)
 
     def settle(self, loaded: Sequence[Run], failed: MissReason | None = None) -> Counts:
         """Return hits and misses as they came out: `loaded` blocks arrived.
@@ -84,7 +85,7 @@ class LoadPlan:
         did; then the found blocks after them count as the decision said. Raises InvalidRequest
         if blocks are missing without a reason.
         """
-        arrived = sum(count for _, count in loaded)
+        arrived = count_of(loaded)
         reason = failed if arrived < self.blocks else self.decision.reason
         return account(
             self.shape.prompt_tokens,
@@ -94,17 +95,8 @@ class LoadPlan:
             reason,
             found_blocks=self.found_blocks,
             beyond=self.next_reason,
+            pool_tokens=self.pool_tokens,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StorePlan:
-    """Store `count` blocks of the sequence from block `first_block` on."""
-
-    first_block: int
-    count: int
-    skipped: Mapping[SkipReason, int]
-    """Blocks that could be stored and are not."""
 
 
 def plan_load(
@@ -115,18 +107,27 @@ def plan_load(
     next_reason: MissReason | None,
     costs: CostModel,
     override: Override = Override.DEFAULT,
+    pool_tokens: int = 0,
+    settled_blocks: int = 0,
 ) -> LoadPlan:
     """Plan what to load of the found `runs`.
 
     `runs` is the found prefix from the prompt's first block, each block in its nearest tier; if
     it is longer than what is loadable, the rest is left out. `next_reason` is why the block
-    after it isn't there. Raises InvalidRequest if it is None and loadable blocks are
-    missing.
+    after it isn't there. `pool_tokens` is given where the engine's own pool has smaller blocks
+    and ends inside one of these; the runs begin with the pool's whole blocks. The first
+    `settled_blocks` need no copying, and so no decision.
+
+    Raises InvalidRequest if `next_reason` is None and loadable blocks are missing.
     """
     shape = PromptShape(prompt_tokens, block_tokens, block_bytes)
     found = cut_runs(runs, shape.loadable_blocks)
-    found_blocks = sum(count for _, count in found)
-    decision = decide_load(costs, found, block_bytes, block_tokens, 0, override)
+    found_blocks = count_of(found)
+    open_runs = runs_after(found, settled_blocks)
+    decision = decide_load(
+        costs, open_runs, block_bytes, block_tokens, settled_blocks * block_tokens, override
+    )
+    decision = replace(decision, blocks=decision.blocks + found_blocks - count_of(open_runs))
     chosen = cut_runs(found, decision.blocks)
     hits, misses = account(
         prompt_tokens,
@@ -136,10 +137,19 @@ def plan_load(
         decision.reason,
         found_blocks=found_blocks,
         beyond=next_reason,
+        pool_tokens=pool_tokens,
     )
     first_computed = decision.blocks * block_tokens
     return LoadPlan(
-        shape, chosen, first_computed, found_blocks, next_reason, decision, hits, misses
+        shape,
+        chosen,
+        first_computed,
+        found_blocks,
+        next_reason,
+        decision,
+        pool_tokens,
+        hits,
+        misses,
     )
 
 
@@ -154,6 +164,22 @@ def cut_runs(runs: Sequence[Run], blocks: int) -> tuple[Run, ...]:
             cut.append((tier, taken))
             blocks -= taken
     return tuple(cut)
+
+
+def runs_after(runs: Sequence[Run], blocks: int) -> tuple[Run, ...]:
+    """Return `runs` without their first `blocks` blocks."""
+    left: list[Run] = []
+    for tier, count in runs:
+        dropped = min(count, blocks)
+        blocks -= dropped
+        if count > dropped:
+            left.append((tier, count - dropped))
+    return tuple(left)
+
+
+def count_of(runs: Sequence[Run]) -> int:
+    """Return how many blocks the runs have."""
+    return sum(count for _, count in runs)
 
 
 def tier_at(runs: Sequence[Run], position: int) -> TierName:
@@ -174,13 +200,16 @@ def account(
     *,
     found_blocks: int | None = None,
     beyond: MissReason | None = None,
+    pool_tokens: int = 0,
 ) -> Counts:
     """Return hits by tier and misses by reason; together they are exactly the prompt.
 
     `loaded` are the blocks that arrived, `reason` is why the next one didn't. It counts for all
     loadable blocks after them, unless `found_blocks` says how many the store has: then those
     after the found ones count for `beyond`. What can never be loaded, the tokens after the last
-    loadable block, counts as TAIL; if the prompt ends with a full block, that is a block.
+    loadable block, counts as TAIL; if the prompt ends with a full block, that is a block. If
+    the engine's own pool holds `pool_tokens`, more than whole blocks of them, the tokens that it
+    has of the next block are its hits as well.
 
     Raises InvalidRequest for more blocks loaded than are loadable, or a missing reason.
     """
@@ -207,6 +236,18 @@ def account(
     )
     if tail.tokens:
         misses[MissReason.TAIL] = misses.get(MissReason.TAIL, BlockCount()) + tail
+    partial = BlockCount(pool_tokens % block_tokens, 0, 0)
+    if partial.tokens:
+        block = pool_tokens // block_tokens
+        if block < arrived:
+            tier = tier_at(loaded, block)
+            hits[tier] += BlockCount(-partial.tokens)
+        else:
+            missed = reason if block < found else beyond if block < loadable else MissReason.TAIL
+            if missed is None:
+                raise InvalidRequest("a block was not loaded, and no reason is given")
+            misses[missed] += BlockCount(-partial.tokens)
+        hits[TierName.GPU] = hits.get(TierName.GPU, BlockCount()) + partial
     return hits, misses
 
 
@@ -227,22 +268,3 @@ def storable_blocks(
     full = sequence_tokens // block_tokens
     first = min(computed_from // block_tokens, present_blocks, full)
     return first, full - first
-
-
-def plan_store(
-    sequence_tokens: int,
-    computed_from: int,
-    present_blocks: int,
-    block_tokens: int,
-    decision: StoreDecision,
-) -> StorePlan:
-    """Plan the store of a sequence's new full blocks as decided; see `storable_blocks`.
-
-    For the decision take `tokens_new`, `context` and the reuse from the same `storable_blocks`.
-    """
-    first, count = storable_blocks(sequence_tokens, computed_from, present_blocks, block_tokens)
-    if decision.store:
-        return StorePlan(first, count, {})
-    if decision.reason is None:
-        raise InvalidRequest("a decision not to store has no reason")
-    return StorePlan(first, 0, {decision.reason: count} if count else {})

@@ -1,21 +1,26 @@
-"""Does the copying: loads and stores in the background, bounded, in order.
+"""Does the copying: loads, measured, and stores in the background, bounded, in order.
 
 Stores wait in a queue that is bounded in bytes, so that an engine which produces KV faster than
 it can be kept drops it and says so, rather than holding on to its memory. Knows nothing of
 plans, costs, or what the bytes are.
+
+Where an engine decides in one process and computes in others, each of these has a `Transfer` of
+its own, and the deciding one a `Storing` that sends them its jobs.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from kvstore.client import Found, Loaded, Namespace, Sink, Source, Stored
-from kvstore.types import BlockKey, SkipReason
+from kvstore.types import BlockKey, SkipReason, TierName
 
 log = logging.getLogger("kvstore.engine")
 
@@ -23,29 +28,84 @@ QUEUE_BYTES_MAX = 2 << 30
 LOADERS = 2
 
 
+SourceT = TypeVar("SourceT")
+
+
 @dataclass(frozen=True, slots=True)
-class StoreJob:
-    """Blocks to store. The source must stay readable until `done` is called."""
+class Arrived:
+    """What a load brought, and what it took."""
 
-    namespace: Namespace
-    keys: Sequence[BlockKey]
-    source: Source
-    parent: BlockKey | None
+    loaded: Loaded
+    load_s: float
+    """Seconds from the call to the last block."""
+    tiers: tuple[tuple[TierName, int, float], ...] = ()
+    """Each tier's part: bytes, and seconds that went by until the last of them came."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob(Generic[SourceT]):
+    """Consecutive blocks of a sequence to store, for each rank of an engine."""
+
+    keys: tuple[Sequence[BlockKey], ...]
+    """By rank."""
+    parents: tuple[BlockKey | None, ...]
+    """By rank: the key before the first one."""
+    first: int
+    """The first block's position in its sequence."""
+    source: SourceT
+    """Where the bytes are; readable until `done` is called."""
+    size_bytes: int
+    """Payload bytes at most, over all ranks."""
     done: Callable[[Stored], None]
-    """Called on the storing thread, once, whatever happens."""
+    """Called on another thread, once, whatever happens."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Payload bytes at most."""
-        return len(self.keys) * self.namespace.info.block_bytes
+
+class Storing(Protocol[SourceT]):
+    """Who carries out stores: a `Transfer`, or one that sends them to other processes."""
+
+    def store(self, job: StoreJob[SourceT]) -> bool:
+        """Queues a store; False when it is refused, and then `done` has been called."""
+        ...
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything queued is stored; False when that takes longer."""
+        ...
+
+    def close(self) -> None:
+        """Stores what is queued, and ends the threads."""
+        ...
+
+
+def load(namespace: Namespace, found: Found, sink: Sink, count: int, timeout_s: float) -> Arrived:
+    """Hands the first `count` found blocks to the sink, and measures each tier.
+
+    The lookup's lease is released.
+    """
+    started_s = previous_s = time.perf_counter()
+    last_s: dict[TierName, float] = {}
+    tiers = [tier for tier, blocks in found.runs for _ in range(blocks)]
+
+    def timed(position: int, view: memoryview) -> None:
+        sink(position, view)
+        last_s[tiers[position]] = time.perf_counter()
+
+    loaded = namespace.load(found, timed, count=count, timeout_s=timeout_s)
+    measured = []
+    # Tiers are read one after the other, but not always in the order of the prefix.
+    for tier in sorted({tier for tier, _ in loaded.runs}, key=last_s.__getitem__):
+        blocks = sum(count for name, count in loaded.runs if name is tier)
+        measured.append((tier, blocks * namespace.info.block_bytes, last_s[tier] - previous_s))
+        previous_s = last_s[tier]
+    return Arrived(loaded, time.perf_counter() - started_s, tuple(measured))
 
 
 class Transfer:
-    """Threads that copy between an engine and the store. Close it to end them."""
+    """Threads that copy between one rank of an engine and the store. Close it to end them."""
 
-    def __init__(self, queue_bytes_max: int = QUEUE_BYTES_MAX):
+    def __init__(self, namespace: Namespace, queue_bytes_max: int = QUEUE_BYTES_MAX):
+        self._namespace = namespace
         self._queue_bytes_max = queue_bytes_max
-        self._jobs: deque[StoreJob] = deque()
+        self._jobs: deque[StoreJob[Source]] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -53,18 +113,20 @@ class Transfer:
         self._storer = threading.Thread(target=self._store_all, name="kvstore-store", daemon=True)
         self._storer.start()
 
-    def load(
-        self,
-        namespace: Namespace,
-        found: Found,
-        sink: Sink,
-        count: int,
-        timeout_s: float,
-    ) -> Future[Loaded]:
-        """Starts to hand the first `count` found blocks to the sink, on another thread."""
-        return self._loaders.submit(namespace.load, found, sink, count=count, timeout_s=timeout_s)
+    def load(self, keys: Sequence[BlockKey], sink: Sink, timeout_s: float) -> Future[Arrived]:
+        """Starts to look these blocks up and to hand them to the sink, on another thread."""
+        return self._loaders.submit(self._load, keys, sink, timeout_s)
 
-    def store(self, job: StoreJob) -> bool:
+    def _load(self, keys: Sequence[BlockKey], sink: Sink, timeout_s: float) -> Arrived:
+        started_s = time.perf_counter()
+        found = self._namespace.lookup(keys)
+        arrived = load(self._namespace, found, sink, found.blocks, timeout_s)
+        loaded = arrived.loaded
+        if loaded.blocks < len(keys) and loaded.miss_reason is None:
+            loaded = replace(loaded, miss_reason=found.miss_reason)
+        return replace(arrived, loaded=loaded, load_s=time.perf_counter() - started_s)
+
+    def store(self, job: StoreJob[Source]) -> bool:
         """Queues a store; False when the queue is full, and then `done` has been called.
 
         An empty queue takes a job of any size: else one long prompt could never be stored, and
@@ -79,7 +141,7 @@ class Transfer:
                 self._changed.notify_all()
                 return True
         refused = Stored()
-        refused.skip(SkipReason.QUEUE_FULL, len(job.keys))
+        refused.skip(SkipReason.QUEUE_FULL, len(job.keys[0]))
         job.done(refused)
         return False
 
@@ -103,14 +165,19 @@ class Transfer:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
+            (keys,), (parent,) = job.keys, job.parents
             stored = Stored()
+
+            def source(position: int, view: memoryview, job: StoreJob[Source] = job) -> None:
+                job.source(job.first + position, view)
+
             try:
-                stored = job.namespace.store(job.keys, job.source, job.parent)
+                stored = self._namespace.store(keys, source, parent)
             except Exception:
                 # A source that fails is the engine's fault; it must neither end this thread nor
                 # go unseen: the blocks count as failed, and the trace names the culprit.
-                log.exception("storing %d blocks failed", len(job.keys))
-                stored.skip(SkipReason.FAILED, len(job.keys))
+                log.exception("storing %d blocks failed", len(keys))
+                stored.skip(SkipReason.FAILED, len(keys))
             finally:
                 # First, so that whoever has flushed finds what was stored accounted for.
                 self._tell(job, stored)
@@ -118,7 +185,7 @@ class Transfer:
                     self._queued_bytes -= job.size_bytes
                     self._changed.notify_all()
 
-    def _tell(self, job: StoreJob, stored: Stored) -> None:
+    def _tell(self, job: StoreJob[Source], stored: Stored) -> None:
         try:
             job.done(stored)
         except Exception:

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from engine.admission import Override, StoreDecision
+from engine.admission import Override
 from engine.costs import CostModel, DecodeCost, PrefillCost, StoreCost, TierCost
-from engine.planner import LoadPlan, Run, account, plan_load, plan_store, storable_blocks
+from engine.planner import LoadPlan, Run, account, plan_load, storable_blocks
 from kvstore.errors import InvalidRequest
-from kvstore.types import BlockCount, MissReason, SkipReason, TierName
+from kvstore.types import BlockCount, MissReason, TierName
 
 GPU, CPU, REDIS = TierName.GPU, TierName.CPU, TierName.REDIS
 COSTS = CostModel(
@@ -22,8 +22,6 @@ COSTS = CostModel(
 SLOW_REDIS = dataclasses.replace(
     COSTS, tiers={CPU: TierCost.of(0.0, 4e9), REDIS: TierCost.of(9.0, 1e9)}
 )
-STORE = StoreDecision(True, None, 1.0, 0.1, 2.0, 0.5)
-SKIP = StoreDecision(False, SkipReason.GAIN_TOO_SMALL, 1.0, 0.1, 2.0, 0.5)
 
 
 def blocks(count: int) -> BlockCount:
@@ -172,21 +170,41 @@ def test_new_full_blocks_are_storable(
     sequence: int, computed_from: int, present: int, expected: tuple[int, int]
 ) -> None:
     assert storable_blocks(sequence, computed_from, present, 16) == expected
-    stored = plan_store(sequence, computed_from, present, 16, STORE)
-    assert (stored.first_block, stored.count, stored.skipped) == (*expected, {})
-
-
-def test_skipped_blocks_are_counted_with_the_reason_of_the_decision() -> None:
-    skipped = plan_store(100, 48, 3, 16, SKIP)
-    assert (skipped.count, skipped.skipped) == (0, {SkipReason.GAIN_TOO_SMALL: 3})
-
-
-def test_nothing_to_store_skips_nothing() -> None:
-    assert plan_store(10, 0, 0, 16, SKIP).skipped == {}
 
 
 def test_impossible_sequences_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="impossible sizes"):
         storable_blocks(-1, 0, 0, 16)
-    with pytest.raises(InvalidRequest, match="has no reason"):
-        plan_store(100, 0, 0, 16, dataclasses.replace(SKIP, reason=None))
+
+
+@pytest.mark.parametrize(
+    ("pool_tokens", "runs", "hits", "misses"),
+    [
+        # 100 tokens are 6 loadable blocks and 4 tokens more. The pool ends 8 tokens into block 2,
+        (40, [(GPU, 2), (CPU, 4)], {GPU: 40, CPU: 56}, {MissReason.TAIL: 4}),  # which is loaded,
+        (40, [(GPU, 2)], {GPU: 40}, {MissReason.NEVER_SEEN: 56, MissReason.TAIL: 4}),  # or isn't,
+        (98, [(GPU, 6)], {GPU: 98}, {MissReason.TAIL: 2}),  # or into what can't be loaded.
+        (32, [(GPU, 2), (CPU, 4)], {GPU: 32, CPU: 64}, {MissReason.TAIL: 4}),
+    ],
+)
+def test_a_pool_of_smaller_blocks_counts_to_the_token(
+    pool_tokens: int,
+    runs: list[Run],
+    hits: dict[TierName, int],
+    misses: dict[MissReason, int],
+) -> None:
+    made = plan_load(
+        100, 16, 1000, runs, MissReason.NEVER_SEEN, COSTS, pool_tokens=pool_tokens, settled_blocks=2
+    )
+    assert {tier: count.tokens for tier, count in made.hits.items()} == hits
+    assert {reason: count.tokens for reason, count in made.misses.items()} == misses
+    assert made.settle(made.runs) == (made.hits, made.misses)
+
+
+def test_what_needs_no_copying_is_not_up_for_decision() -> None:
+    for override in Override:
+        made = plan_load(
+            100, 16, 1000, [(GPU, 2), (REDIS, 4)], None, SLOW_REDIS, override, settled_blocks=2
+        )
+        assert made.blocks == (6 if override is Override.ALWAYS else 2)
+        assert made.hits[GPU].blocks == 2

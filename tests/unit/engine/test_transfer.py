@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,8 +10,15 @@ from typing import Any
 import pytest
 
 from engine.transfer import StoreJob, Transfer
-from kvstore.client import Found, Loaded, Stored
-from kvstore.types import BlockKey, Fingerprint, NamespaceInfo, SkipReason
+from kvstore.client import Found, Loaded, Source, Stored
+from kvstore.types import (
+    BlockKey,
+    Fingerprint,
+    MissReason,
+    NamespaceInfo,
+    SkipReason,
+    TierName,
+)
 
 INFO = NamespaceInfo(Fingerprint(bytes(32)), block_bytes=100, block_tokens=4)
 
@@ -31,21 +39,25 @@ class Namespace:
         self.stored += keys
         return Stored(stored=len(keys))
 
+    def lookup(self, keys: Sequence[BlockKey]) -> Found:
+        return Found(((TierName.CPU, len(keys) - 1),), MissReason.EVICTED)
+
     def load(self, found: Found, sink: Any, *, count: int, timeout_s: float) -> Loaded:
         self.loaded_by.append(threading.current_thread().name)
-        return Loaded((), None)
+        for position in range(count):
+            sink(position, memoryview(bytearray(100)))
+        return Loaded(found.runs, None)
 
 
 class Jobs:
     """Makes jobs, and notes what becomes of them."""
 
-    def __init__(self, namespace: Namespace):
-        self.namespace = namespace
+    def __init__(self) -> None:
         self.done: list[Stored] = []
 
-    def of(self, blocks: int, source: Any = lambda index, view: None) -> StoreJob:
+    def of(self, blocks: int, source: Any = lambda index, view: None) -> StoreJob[Source]:
         keys = [BlockKey(bytes([len(self.done), index]) * 16) for index in range(blocks)]
-        return StoreJob(self.namespace, keys, source, None, self.done.append)  # type: ignore[arg-type]
+        return StoreJob((keys,), (None,), 7, source, 100 * blocks, self.done.append)
 
 
 @pytest.fixture
@@ -54,13 +66,13 @@ def namespace() -> Namespace:
 
 
 @pytest.fixture
-def jobs(namespace: Namespace) -> Jobs:
-    return Jobs(namespace)
+def jobs() -> Jobs:
+    return Jobs()
 
 
 @pytest.fixture
 def transfer(namespace: Namespace) -> Iterator[Transfer]:
-    transfer = Transfer(queue_bytes_max=1000)
+    transfer = Transfer(namespace, queue_bytes_max=1000)  # type: ignore[arg-type]
     yield transfer
     namespace.open.set()
     transfer.close()
@@ -145,8 +157,7 @@ def test_a_report_that_fails_is_logged_and_not_the_end(
     def broken(stored: Stored) -> None:
         raise RuntimeError("nobody listens")
 
-    job = jobs.of(1)
-    transfer.store(StoreJob(job.namespace, job.keys, job.source, None, broken))
+    transfer.store(dataclasses.replace(jobs.of(1), done=broken))
     transfer.store(jobs.of(1))
     assert transfer.flush(20)
     assert [done.stored for done in jobs.done] == [1]
@@ -154,7 +165,7 @@ def test_a_report_that_fails_is_logged_and_not_the_end(
 
 
 def test_closing_stores_what_is_queued_and_takes_no_more(namespace: Namespace, jobs: Jobs) -> None:
-    transfer = Transfer(queue_bytes_max=1000)
+    transfer = Transfer(namespace, queue_bytes_max=1000)  # type: ignore[arg-type]
     namespace.open.clear()
     for _ in range(5):
         assert transfer.store(jobs.of(2))
@@ -172,8 +183,22 @@ def test_closing_stores_what_is_queued_and_takes_no_more(namespace: Namespace, j
     transfer.close()  # again, in vain
 
 
-def test_loads_run_on_other_threads(transfer: Transfer, namespace: Namespace) -> None:
-    found = Found((), None)
-    future = transfer.load(namespace, found, lambda *_: None, 0, 1.0)  # type: ignore[arg-type]
-    assert future.result(20) == Loaded((), None)
+def test_loads_run_on_other_threads_and_say_how_far_they_came(
+    transfer: Transfer, namespace: Namespace
+) -> None:
+    got: list[int] = []
+    keys = [BlockKey(bytes([index]) * 32) for index in range(3)]
+    arrived = transfer.load(keys, lambda position, view: got.append(position), 1.0).result(20)
+    assert got == [0, 1]
+    assert arrived.loaded == Loaded(((TierName.CPU, 2),), MissReason.EVICTED)
+    ((tier, size_bytes, seconds),) = arrived.tiers
+    assert (tier, size_bytes) == (TierName.CPU, 200)
+    assert 0 <= seconds <= arrived.load_s
     assert namespace.loaded_by[0].startswith("kvstore-load")
+
+
+def test_a_source_gets_positions_in_its_sequence(transfer: Transfer, jobs: Jobs) -> None:
+    asked: list[int] = []
+    transfer.store(jobs.of(1, lambda position, view: asked.append(position)))
+    assert transfer.flush(20)
+    assert asked == [7]
