@@ -427,19 +427,24 @@ class Store:
 
 
 def connect(
-    target: str | None = None, *, share_memory: bool = True, wait_s: float = CONNECT_WAIT_S
+    target: str | None = None,
+    *,
+    share_memory: bool = True,
+    wait_s: float = CONNECT_WAIT_S,
+    quiet: bool = False,
 ) -> Store:
     """Connects to a server: "host:port" or "unix:/path"; by default the one on this host.
 
     Waits up to `wait_s` for it. When it is not there, the store is returned all the same: it
     misses until the server appears, and connects by itself. With `share_memory` False, blocks
-    go through streams even on one host.
+    go through streams even on one host. `quiet` is for those beside whom another one warns that
+    the server is not there.
     """
     if target is None:
         socket = default_state_dir() / "kvstore.sock"
         target = f"unix:{socket}" if socket.exists() else "127.0.0.1:7700"
     store = Store(target, share_memory)
-    if not store.wait_attached(wait_s):
+    if not store.wait_attached(wait_s) and not quiet:
         log.warning("no kvstore server at %s yet; going on without it", target)
     return store
 

@@ -362,11 +362,11 @@ def engine_count(blocks: int) -> BlockCount:
 
 def test_a_full_queue_is_counted_for_the_request(engine: Engine) -> None:
     engine.session._storing._queue_bytes_max = 0  # type: ignore[attr-defined]
-    engine.session._transfer._queued_bytes = 1  # something that takes long
+    engine.session._storing._queued_bytes = 1  # something that takes long
     request = engine.begin(range(16))
     engine.load(request)
     request.finish(range(16), lambda *_: None, TIMING, override=Override.ALWAYS)
-    engine.session._transfer._queued_bytes = 0
+    engine.session._storing._queued_bytes = 0
     assert engine.session.usage.skipped == {SkipReason.QUEUE_FULL: engine_count(4)}
 
 

@@ -1,0 +1,408 @@
+"""The connector in vLLM's scheduler: looks up, plans, and decides what is loaded and stored.
+
+A request's life here: `match` asks the store, in the background, until the answer is there;
+`allocated` sends a load job to the workers; `output` hears that it has arrived; `finished`
+decides what to store, and sends that. In all of it the scheduler waits for nothing but, once a
+step, for a millisecond, within which a lookup on this host mostly comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+
+import msgpack
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request as VllmRequest
+
+from engine.layout import KVLayout
+from engine.plugins.vllm.messages import LoadJob, RequestId, SaveJob, Step, WorkerReport
+from engine.plugins.vllm.options import Options
+from engine.session import EngineSession, LookedUp, Request, Timing
+from engine.transfer import Arrived, StoreJob
+from kvstore.client import Found, Store, Stored
+from kvstore.types import MissReason, TierName, Usage
+
+log = logging.getLogger("kvstore.vllm")
+
+PATIENCE_S = 0.001
+LOOKUP_S_MAX = 0.5
+"""A lookup that takes longer is given up, and the prompt computed."""
+LOOKUP_FRESH_S = 10.0
+"""After which a lookup of a request that still waits for memory is made anew."""
+LOOKUP_THREADS = 4
+STEPS_MAX = 64
+"""Steps under way whose beginning is remembered."""
+DECODE_STEPS = 64
+"""So many steps of decoding are one measurement."""
+
+Pages = list[int]
+
+
+@dataclass
+class _Work:
+    """What one step of the engine computes, and when it began."""
+
+    began_s: float
+    prefilling: list[tuple[RequestId, int, int]]
+    """Requests in prefill: tokens in this step, and tokens before them."""
+    tokens: int
+
+
+@dataclass
+class _Tracked:
+    """A request from its first being asked about to its end."""
+
+    started_s: float
+    lookup: Future[LookedUp] | None = None
+    asked_s: float = 0.0
+    request: Request[None] | None = None
+    """The plan in use."""
+    first: Request[None] | None = None
+    """The plan of before the request was preempted: its prompt is counted once."""
+    preemptions: int = 0
+    allocated: bool = False
+    loading: bool = False
+    arrived: list[Arrived] = field(default_factory=list)
+    """From those ranks that have loaded."""
+    prefill_s: float = 0.0
+    unusable: bool = False
+
+
+class _Saves:
+    """Sends store jobs to the workers, and hears from them. A `Storing` of pages."""
+
+    def __init__(self, page_tokens: int, block_tokens: int, ranks: int):
+        self._pages_a_block = block_tokens // page_tokens
+        self._ranks = ranks
+        self._jobs: dict[RequestId, StoreJob[tuple[RequestId, Pages]]] = {}
+        self._heard: dict[RequestId, list[Stored]] = {}
+        self._unsent: list[SaveJob] = []
+
+    def store(self, job: StoreJob[tuple[RequestId, Pages]]) -> bool:
+        request_id, pages = job.source
+        start = job.first * self._pages_a_block
+        end = start + len(job.keys[0]) * self._pages_a_block
+        self._jobs[request_id] = job
+        self._unsent.append(
+            SaveJob(request_id, tuple(map(list, job.keys)), job.parents, pages[start:end])
+        )
+        return True
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._jobs
+
+    def take(self) -> list[SaveJob]:
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def heard(self, request_id: RequestId, stored: Stored) -> None:
+        """A rank has ended its part. What counts is the rank that kept least."""
+        heard = self._heard.setdefault(request_id, [])
+        heard.append(stored)
+        if len(heard) == self._ranks:
+            worst = min(heard, key=lambda one: one.stored + one.present)
+            self._jobs.pop(request_id).done(worst)
+            del self._heard[request_id]
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Only the engine's next step sends jobs, so there is nothing to wait for."""
+        return not self._jobs
+
+    def close(self) -> None:
+        """The workers end their own parts."""
+
+
+class SchedulerSide:
+    """All requests of one engine. Its methods are called on the scheduler's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        options: Options,
+        layouts: Sequence[KVLayout],
+        page_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """`layouts` are the workers', by rank.
+
+        Raises:
+            NamespaceConflict, InvalidRequest: the server can't hold their blocks.
+        """
+        self._store = store
+        self._options = options
+        self._page_tokens = page_tokens
+        self._block_tokens = layouts[0].block_tokens
+        self._clock = clock
+        self._saves = _Saves(page_tokens, self._block_tokens, len(layouts))
+        self.session: EngineSession[None] = EngineSession(store, layouts, storing=self._saves)
+        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kvstore-lookup")
+        self._tracked: dict[RequestId, _Tracked] = {}
+        self._loads: list[LoadJob] = []
+        self._step = 0
+        self._steps: dict[int, _Work] = {}
+        self._output_s = 0.0
+        self._decode = (0, 0.0)
+        self._patient = True
+        self._told = Usage()
+
+    # -- a request's life
+
+    def match(self, request: VllmRequest, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens to load beyond those that vLLM has; None while that is unknown.
+
+        The second value is whether they come between steps: always, if there are any.
+        """
+        tracked = self._tracked.setdefault(request.request_id, _Tracked(self._clock()))
+        if request.num_preemptions > tracked.preemptions:
+            self._start_anew(tracked, request.num_preemptions)
+        if tracked.unusable or tracked.allocated or request.prompt_embeds is not None:
+            return 0, False  # a load that failed is not tried again
+        try:
+            looked_up = self._look_up(tracked, request)
+        except Exception:
+            log.exception("a lookup failed; the prompt is computed")
+            tracked.unusable = True
+            return 0, False
+        if looked_up is None:
+            return None, False
+        tracked.request = self.session.plan(looked_up, local_tokens, self._options.load)
+        tokens = tracked.request.plan.blocks * self._block_tokens - local_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def _start_anew(self, tracked: _Tracked, preemptions: int) -> None:
+        """A preempted request has lost its pages, and asks again."""
+        if tracked.request is not None and tracked.allocated:
+            tracked.first = tracked.first or tracked.request
+        self._forget_lookup(tracked)
+        tracked.preemptions = preemptions
+        tracked.request, tracked.allocated, tracked.loading = None, False, False
+        tracked.arrived.clear()
+
+    def _look_up(self, tracked: _Tracked, request: VllmRequest) -> LookedUp | None:
+        """The lookup's answer; None while it is under way. Raises what the lookup raised."""
+        now_s = self._clock()
+        old = tracked.lookup is not None and tracked.lookup.done()
+        if old and now_s - tracked.asked_s > LOOKUP_FRESH_S:
+            self._forget_lookup(tracked)
+        if tracked.lookup is None:
+            tokens, extras = list(request.all_token_ids), self._extras(request)
+            tracked.asked_s = now_s
+            tracked.lookup = self._lookups.submit(self._ask, tokens, extras)
+        try:
+            return tracked.lookup.result(PATIENCE_S if self._patient else 0)
+        except NotYet:
+            self._patient = False
+        if now_s - tracked.asked_s < LOOKUP_S_MAX:
+            return None
+        self._forget_lookup(tracked)
+        given_up: Future[LookedUp] = Future()
+        given_up.set_result(self._given_up(request))
+        tracked.lookup = given_up
+        return given_up.result()
+
+    def _ask(self, tokens: list[int], extras: dict[int, list[bytes]]) -> LookedUp:
+        return self.session.look_up(len(tokens), self.session.keys_of(tokens, extras))
+
+    def _given_up(self, request: VllmRequest) -> LookedUp:
+        tokens = list(request.all_token_ids)
+        nothing = Found((), MissReason.TOO_SLOW)
+        keys = self.session.keys_of(tokens, self._extras(request))
+        return LookedUp(len(tokens), keys, 0, tuple(nothing for _ in keys))
+
+    def _forget_lookup(self, tracked: _Tracked) -> None:
+        """Unpins what the lookup found or will have found."""
+        lookup, tracked.lookup = tracked.lookup, None
+        if lookup is not None and not lookup.cancel():
+            lookup.add_done_callback(self._release)
+
+    def _release(self, lookup: Future[LookedUp]) -> None:
+        if lookup.exception() is None:
+            self.session.release(lookup.result())
+
+    def _extras(self, request: VllmRequest) -> dict[int, list[bytes]]:
+        """What else decides each block's KV: adapter, salt, images. vLLM's own list of it."""
+        extras: dict[int, list[bytes]] = {}
+        image = 0
+        for block in range(request.num_tokens // self._block_tokens):
+            start = block * self._block_tokens
+            found, image = generate_block_hash_extra_keys(
+                request, start, start + self._block_tokens, image
+            )
+            if found:
+                extras[block] = [msgpack.packb(one) for one in found]
+        return extras
+
+    def allocated(self, request: VllmRequest, pages: Pages, external_tokens: int) -> None:
+        """vLLM has given the request its pages; `external_tokens` of them are to be loaded."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is None or tracked.allocated:
+            return  # the second call, after the load
+        tracked.allocated = True
+        plan = tracked.request
+        plan.take_pool(plan.pooled_blocks)
+        if not external_tokens:
+            plan.release()
+            return
+        first, end = plan.pooled_blocks, plan.plan.blocks
+        assert tracked.lookup is not None
+        keys = tracked.lookup.result().keys
+        step = self._block_tokens // self._page_tokens
+        kept_tokens = end * self._block_tokens - external_tokens - first * self._block_tokens
+        tracked.loading = True
+        self._loads.append(
+            LoadJob(
+                request.request_id,
+                tuple(list(rank_keys[first:end]) for rank_keys in keys),
+                pages[first * step : end * step],
+                kept_tokens // self._page_tokens,
+                plan.load_timeout_s,
+            )
+        )
+
+    def finished(self, request: VllmRequest, pages: Pages) -> bool:
+        """The request is over; whether its pages must stay for a while, being stored."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or tracked.request is None or not tracked.allocated or tracked.loading:
+            # Nothing of it was computed; a load under way ends by itself, and is not counted.
+            if tracked is not None:
+                self._forget_lookup(tracked)
+            return False
+        ended_s = self._clock()
+        tracked.request.release()
+        plan = tracked.first or tracked.request
+        computed = min(
+            request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens
+        )
+        total_s = ended_s - tracked.started_s
+        plan.finish(
+            list(request.all_token_ids[:computed]),
+            (request.request_id, pages),
+            Timing(tracked.prefill_s, total_s - tracked.prefill_s, total_s, alone=False),
+            override=self._options.store,
+            output_tokens=request.num_output_tokens,
+            extras=self._extras(request),
+        )
+        return request.request_id in self._saves
+
+    # -- steps
+
+    def step(self, scheduled: SchedulerOutput) -> Step:
+        """What the workers are to do with this step."""
+        self._step += 1
+        self._patient = True
+        self._note_work(scheduled)
+        loads, self._loads = self._loads, []
+        idle = not scheduled.total_num_scheduled_tokens
+        return Step(self._step, idle, loads, self._saves.take())
+
+    def _note_work(self, scheduled: SchedulerOutput) -> None:
+        if not scheduled.total_num_scheduled_tokens:
+            return
+        before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        prefilling = []
+        for request_id, tokens in scheduled.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.request is None:
+                continue
+            context = before.get(request_id, 0)
+            if context < tracked.request.plan.shape.prompt_tokens:
+                prefilling.append((request_id, tokens, context))
+        work = _Work(self._clock(), prefilling, scheduled.total_num_scheduled_tokens)
+        self._steps[self._step] = work
+        while len(self._steps) > STEPS_MAX:
+            del self._steps[next(iter(self._steps))]
+
+    def output(self, report: WorkerReport) -> None:
+        """The workers have ended a step, and tell what became of loads and saves."""
+        self._note_output(report.step)
+        for request_id, arrived in report.arrived:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.loading:
+                tracked.arrived.append(arrived)
+                if len(tracked.arrived) == len(self.session.ranks):
+                    self._arrived(tracked)
+        for request_id, stored in report.stored:
+            self._saves.heard(request_id, stored)
+
+    def _arrived(self, tracked: _Tracked) -> None:
+        assert tracked.request is not None
+        # A block is of use where all ranks have it, and when the last one has.
+        worst = min(tracked.arrived, key=lambda one: one.loaded.blocks)
+        slowest = max(tracked.arrived, key=lambda one: one.load_s)
+        tracked.request.arrived(Arrived(worst.loaded, slowest.load_s, slowest.tiers))
+        tracked.request.release()
+        tracked.loading = False
+
+    def _note_output(self, step: int) -> None:
+        """Measures a step: from its beginning, or from the end of the one before it."""
+        work = self._steps.pop(step, None)
+        if work is None:
+            return
+        now_s = self._clock()
+        seconds = now_s - max(work.began_s, self._output_s)
+        self._output_s = now_s
+        for request_id, _, _ in work.prefilling:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.prefill_s += seconds
+        if not work.prefilling:
+            self._note_decode(seconds)
+        elif len(work.prefilling) == 1:
+            _, tokens, context = work.prefilling[0]
+            if tokens > 0.9 * work.tokens:  # some others decode in the same step
+                self.session.learn(lambda costs: costs.observe_prefill(tokens, context, seconds))
+
+    def _note_decode(self, seconds: float) -> None:
+        steps, spent_s = self._decode[0] + 1, self._decode[1] + seconds
+        if steps == DECODE_STEPS:
+            self.session.learn(lambda costs: costs.observe_decode(DECODE_STEPS, spent_s))
+            steps, spent_s = 0, 0.0
+        self._decode = (steps, spent_s)
+
+    # -- the rest
+
+    def watch_pool(self, pool: BlockPool) -> None:
+        """Counts vLLM's own paged cache as the gpu tier."""
+        page_bytes = self.session.block_bytes * self._page_tokens // self._block_tokens
+
+        def use() -> tuple[int, int]:
+            capacity = pool.num_gpu_blocks - 1  # one page is a placeholder
+            return capacity * page_bytes, len(pool.cached_block_hash_to_block) * page_bytes
+
+        self.session.pool_use = use
+
+    def sources(self, request: VllmRequest) -> dict[TierName, int]:
+        """The tokens to be loaded, by tier."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is None:
+            return {}
+        hits = tracked.request.plan.hits
+        return {tier: hit.tokens for tier, hit in hits.items() if tier is not TierName.GPU}
+
+    def take_usage(self) -> tuple[Usage, Usage]:
+        """All that was counted, until the last call and until now."""
+        told, self._told = self._told, self.session.usage
+        return told, self._told
+
+    def reset(self) -> None:
+        """Drops this engine's blocks everywhere: the weights have changed under their name."""
+        for rank in self.session.ranks:
+            self._store.clear(rank.info)
+
+    def close(self) -> None:
+        """Unpins everything, and ends the threads."""
+        for tracked in self._tracked.values():
+            self._forget_lookup(tracked)
+        self._lookups.shutdown()
+        self.session.close()
+
+
+__all__ = ["SchedulerSide"]
