@@ -16,7 +16,7 @@ find_python() { # prints the name of a Python that is new enough
     return 1
 }
 
-make_venv() {
+make_venv() { # makes a virtual environment in this folder
     local python root=()
     python="$(find_python)"
     if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -27,19 +27,20 @@ make_venv() {
             return 1
         fi
     fi
-    "$python" -m venv .venv
+    "$python" -m venv "$1"
 }
 
+# install FOLDER CONSTRAINTS PACKAGES: makes the environment and installs, unless that was done.
 install() {
-    local stamp
-    stamp=".venv/installed-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)"
+    local folder="$1" constraints="$2" stamp
+    stamp="$folder/installed-$(cat pyproject.toml "$constraints" | sha256sum | cut -c1-16)"
     if [[ -e "$stamp" ]]; then return; fi
-    if [[ ! -x .venv/bin/pip ]]; then make_venv; fi
-    echo "installing into .venv; the first time takes a few minutes" >&2
-    .venv/bin/python -m pip --disable-pip-version-check install --quiet \
-        --constraint constraints.txt --editable '.[dev]' >&2
-    rm -f .venv/installed-*
+    if [[ ! -x "$folder/bin/pip" ]]; then make_venv "$folder"; fi
+    echo "installing into $folder; the first time takes a few minutes" >&2
+    "$folder/bin/python" -m pip --disable-pip-version-check install --quiet \
+        --constraint "$constraints" "${@:3}" >&2
+    rm -f "$folder"/installed-*
     touch "$stamp"
 }
 
-install
+install .venv constraints.txt --editable '.[dev]'

@@ -19,6 +19,9 @@ os.dup2(2, 1)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+
+from engine.plugins.vllm.worker import WorkerSide  # noqa: E402
 
 
 def main() -> None:
@@ -71,9 +74,13 @@ def do_state(llm: LLM) -> dict[str, Any]:
     return {
         "requests": len(core.scheduler.requests),
         "tracked": len(side._tracked),
-        "threads": threading.active_count(),
+        "threads": sorted(
+            thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore")
+        ),
         "free_pages": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        "preemptions": PREEMPTIONS[0],
+        "preemptions": COUNTS["preemptions"],
+        "failed_loads": COUNTS["failed_loads"],
+        "misses": {why: miss.tokens for why, miss in side.session.usage.misses.items()},
     }
 
 
@@ -82,21 +89,22 @@ def do_reset(llm: LLM) -> bool:
     return bool(llm.llm_engine.reset_prefix_cache())
 
 
-PREEMPTIONS = [0]
+COUNTS = {"preemptions": 0, "failed_loads": 0}
 
 
-def count_preemptions() -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    preempt = Scheduler._preempt_request
+def count(owner: type, method: str, name: str) -> None:
+    """Counts the calls that return nothing at all, or something that is not empty."""
+    original = getattr(owner, method)
 
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
-        PREEMPTIONS[0] += 1
-        return preempt(self, *arguments, **options)
+        result = original(self, *arguments, **options)
+        COUNTS[name] += result is None or bool(result)
+        return result
 
-    Scheduler._preempt_request = counted
+    setattr(owner, method, counted)
 
 
 if __name__ == "__main__":
-    count_preemptions()
+    count(Scheduler, "_preempt_request", "preemptions")
+    count(WorkerSide, "_missing", "failed_loads")
     main()
