@@ -19,8 +19,9 @@ import pytest
 
 from kvstore.testing import ServerProcess
 from scripts import model
+from scripts.vllm_engine import ENVIRONMENT, connector
 
-from .conftest import ENVIRONMENT, connector, settled_report
+from .conftest import settled_report
 
 CLIENTS = 16
 START_TIMEOUT_S = 300.0

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing import ServerProcess
+from scripts.vllm_engine import PAGE_TOKENS, EngineFailed
 
-from .conftest import PAGE_TOKENS, Engine, EngineFailed, cached_of, settled_report, tokens_of
+from .conftest import Engine, cached_of, settled_report, tokens_of
 
 ALWAYS = {"load": "always", "store": "always"}
 
@@ -70,7 +71,7 @@ def test_latent_attention_is_served(server: ServerProcess, tmp_path: Path) -> No
         assert cached_of(own) == [288, 96, 672]
     with Engine(server.target, **settings) as second:
         loaded = [second.generate(prompt)[0] for prompt in prompts]
-    assert loaded == own
+    assert (tokens_of(loaded), cached_of(loaded)) == (tokens_of(own), cached_of(own))
     report = settled_report(server, 9)
     assert report["totals"]["hits"]["cpu"]["tokens"] == 288 + 96 + 672
     assert report["totals"]["hits"]["gpu"]["tokens"] == 288 + 96 + 672
@@ -81,7 +82,7 @@ def test_sliding_windows_are_refused(server: ServerProcess, tmp_path: Path) -> N
 
     model = tiny.mistral_with_windows(tmp_path / "mistral")
     with (
-        pytest.raises(EngineFailed, match="SlidingWindowSpec.*kvstore serves full attention"),
+        pytest.raises(EngineFailed, match=r"SlidingWindowSpec.*kvstore serves full attention"),
         Engine(server.target, model=str(model), skip_tokenizer_init=True, max_model_len=1024),
     ):
         pass

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.testing import ServerProcess
+from scripts.vllm_engine import PAGE_TOKENS
 
-from .conftest import PAGE_TOKENS, Engine, cached_of, settled_report, tokens_of
+from .conftest import Engine, cached_of, settled_report, tokens_of
 
 PAGES = 33
 ROUNDS = 6

@@ -119,6 +119,18 @@ class _Saves:
         """The workers end their own parts."""
 
 
+def extras_of(request: VllmRequest, block_tokens: int) -> dict[int, list[bytes]]:
+    """By block, what else decides its KV: adapter, salt, images. It is vLLM's own list."""
+    extras: dict[int, list[bytes]] = {}
+    image = 0
+    for block in range(request.num_tokens // block_tokens):
+        start = block * block_tokens
+        found, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
+        if found:
+            extras[block] = [msgpack.packb(one) for one in found]
+    return extras
+
+
 class SchedulerSide:
     """All requests of one engine. Its methods are called on the scheduler's thread."""
 
@@ -227,17 +239,7 @@ class SchedulerSide:
             self.session.release(lookup.result())
 
     def _extras(self, request: VllmRequest) -> dict[int, list[bytes]]:
-        """What else decides each block's KV: adapter, salt, images. vLLM's own list of it."""
-        extras: dict[int, list[bytes]] = {}
-        image = 0
-        for block in range(request.num_tokens // self._block_tokens):
-            start = block * self._block_tokens
-            found, image = generate_block_hash_extra_keys(
-                request, start, start + self._block_tokens, image
-            )
-            if found:
-                extras[block] = [msgpack.packb(one) for one in found]
-        return extras
+        return extras_of(request, self._block_tokens)
 
     def allocated(self, request: VllmRequest, pages: Pages, external_tokens: int) -> None:
         """vLLM has given the request its pages; `external_tokens` of them are to be loaded."""
@@ -403,6 +405,3 @@ class SchedulerSide:
             self._forget_lookup(tracked)
         self._lookups.shutdown()
         self.session.close()
-
-
-__all__ = ["SchedulerSide"]
