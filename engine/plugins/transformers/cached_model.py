@@ -15,6 +15,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import kvstore
 from engine.admission import Override
+from engine.plugins.copying import copy_beside
 from engine.plugins.transformers import support
 from engine.plugins.transformers.support import CACHE_ARGUMENT, CACHE_ARGUMENTS, Model, layers_of
 from engine.session import EngineSession, Request, Timing
@@ -230,11 +231,8 @@ class CachedModel:
         prompt_columns = requests[0].plan.shape.prompt_tokens + pads[0]
         stops = self._stop_tokens(options)
         # The caller may go on with this cache, which then grows: keep the tensors as they are.
-        sides = [
-            (keys, values)
-            for layer in layers_of(cache)
-            if (keys := layer.keys) is not None and (values := layer.values) is not None
-        ]
+        layers = [layer for layer in layers_of(cache) if layer.keys is not None]
+        sides = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         for row, (request, pad) in enumerate(zip(requests, pads, strict=True)):
             ids = sequences[row].cpu()
             answer = ids[prompt_columns:]
@@ -242,24 +240,28 @@ class CachedModel:
             output_tokens = int(ends[0]) + 1 if len(ends) else len(answer)
             end = min(prompt_columns + output_tokens, cached)
 
-            def gather(position: int, into: torch.Tensor, row: int = row, pad: int = pad) -> None:
+            def pairs(
+                position: int, block: torch.Tensor, row: int = row, pad: int = pad
+            ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
                 start = pad + position * self.layout.block_tokens
                 span = slice(start, start + self.layout.block_tokens)
-                keys, values = self._split(into)
-                torch.stack([side[row, :, span] for side, _ in sides], out=keys)
-                torch.stack([side[row, :, span] for _, side in sides], out=values)
+                into = [part for side in self._split(block) for part in side.unbind(0)]
+                return into, [side[row, :, span] for side in sides if side is not None]
 
-            def to_host(position: int, view: memoryview, gather: Any = gather) -> None:
+            def to_pool(position: int, block: torch.Tensor, pairs: Any = pairs) -> None:
+                torch._foreach_copy_(*pairs(position, block))
+
+            def to_host(position: int, view: memoryview, pairs: Any = pairs) -> None:
                 target = _tensor(view)
                 if self.model.device.type == "cpu":
-                    gather(position, target)
+                    copy_beside(*pairs(position, target))
                 else:
                     staged = torch.empty_like(target, device=self.model.device)
-                    gather(position, staged)
+                    torch._foreach_copy_(*pairs(position, staged))
                     target.copy_(staged)
 
             tokens = ids[pad:end].numpy()
-            request.finish(tokens, to_host, timing, gather, keep, output_tokens)
+            request.finish(tokens, to_host, timing, to_pool, keep, output_tokens)
 
     # -- what is served
 

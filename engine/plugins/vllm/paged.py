@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.plugins.copying import copy_beside, widest
 from kvstore.errors import UnsupportedModel
 
 STAGED_BYTES_MAX = 64 << 20
@@ -106,6 +107,7 @@ def page_bytes_of(layer: torch.Tensor, pages: int) -> torch.Tensor:
 class _Host:
     def __init__(self, cache: PagedCache, pages: Sequence[int], kept: int = 0):
         self._cache = cache
+        self._layers = [widest(layer) for layer in cache.layers]
         self._pages = pages
         self._kept = kept
 
@@ -115,7 +117,9 @@ class _Host:
         """A block's pages, and the same in its bytes."""
         pages = self._cache.pages_of(self._pages, position)[kept:]
         block = torch.frombuffer(view, dtype=torch.uint8).view(self._cache.block_shape)[:, kept:]
-        paged = [layer[page] for layer in self._cache.layers for page in pages]
+        paged = [layer[page] for layer in self._layers for page in pages]
+        if self._layers[0].dtype != block.dtype:
+            block = block.view(self._layers[0].dtype)
         return paged, list(block.flatten(0, 1).unbind(0))
 
 
@@ -124,7 +128,7 @@ class _Host:
 class _HostScatter(_Host):
     def sink(self, position: int, view: memoryview) -> None:
         paged, block = self._pairs(position, view, self._kept if position == 0 else 0)
-        torch._foreach_copy_(paged, block)
+        copy_beside(paged, block)
 
     def finish(self) -> None:
         """Nothing is left to do."""
@@ -133,7 +137,7 @@ class _HostScatter(_Host):
 class _HostGather(_Host):
     def source(self, position: int, view: memoryview) -> None:
         paged, block = self._pairs(position, view)
-        torch._foreach_copy_(block, paged)
+        copy_beside(block, paged)
 
 
 class _Staged:
