@@ -16,6 +16,7 @@ PIECE_ELEMENTS_MAX = (1 << 15) - 1
 _WIDE = torch.int64
 
 
+@torch.inference_mode()  # an engine's tensors may be such that can't be changed outside it
 def copy_beside(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies each source to its target of the same shape and dtype, on this thread alone.
 

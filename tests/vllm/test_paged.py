@@ -12,6 +12,7 @@ PAGES = 12
 SHAPE = (PAGES, 2, 4, 8)
 
 
+@torch.inference_mode()  # as vLLM makes them
 def layers_of(seed: int) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     return [torch.randn(SHAPE, dtype=torch.bfloat16) for _ in range(3)]

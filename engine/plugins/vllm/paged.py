@@ -164,6 +164,7 @@ class _StagedScatter(_Staged):
         self._stage = self._buffer(self._room, self._device)
         self._positions: list[int] = []
 
+    @torch.inference_mode()
     def sink(self, position: int, view: memoryview) -> None:
         block = torch.frombuffer(view, dtype=torch.uint8).view(self._cache.block_shape)
         self._stage[:, len(self._positions)].copy_(block)
@@ -171,6 +172,7 @@ class _StagedScatter(_Staged):
         if len(self._positions) == self._room:
             self._flush()
 
+    @torch.inference_mode()
     def finish(self) -> None:
         self._flush()
         if self._device.type == "cuda":
@@ -198,6 +200,7 @@ class _StagedGather(_Staged):
         self._first = self._end = 0
         self._stage = self._buffer(0, "cpu")
 
+    @torch.inference_mode()
     def source(self, position: int, view: memoryview) -> None:
         if not self._first <= position < self._end:
             self._fill(position)
