@@ -141,7 +141,10 @@ def decide_load(
         chosen = (blocks, load_s, saved_s)
     elif override is Override.DEFAULT:
         chosen = best
-    reason = MissReason.NOT_WORTH_LOADING if chosen[0] < blocks else None
+    refused = MissReason.NOT_WORTH_LOADING
+    if override is Override.NEVER:
+        refused = MissReason.BY_REQUEST
+    reason = refused if chosen[0] < blocks else None
     return LoadDecision(chosen[0], reason, chosen[1], chosen[2])
 
 

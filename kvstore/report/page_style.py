@@ -63,16 +63,16 @@ FILLS: Mapping[str, str] = {
     MissReason.NO_SPACE: "amber4",
     MissReason.REFUSED: "violet1",
     MissReason.NOT_WORTH_LOADING: "violet2",
+    MissReason.BY_REQUEST: "grey1",
     MissReason.TIER_DOWN: "red1",
     MissReason.SERVER_DOWN: "red2",
     MissReason.CORRUPT: "red3",
+    MissReason.FAILED: "red3",
     MissReason.TOO_SLOW: "red4",
     MissReason.OVERWRITTEN: "red5",
     SkipReason.GAIN_TOO_SMALL: "violet1",
     SkipReason.COSTS_MORE_THAN_IT_SAVES: "violet2",
-    SkipReason.BY_REQUEST: "grey1",
     SkipReason.QUEUE_FULL: "amber2",
-    SkipReason.FAILED: "red3",
 }
 
 

@@ -254,7 +254,7 @@ def test_never_loads_or_stores_when_told_so(store: kvstore.Store) -> None:
         with model.counting() as counted:
             model.check(ids, load=Override.NEVER)
         assert counted.prefilled == 200
-        assert counted.usage.misses[MissReason.NOT_WORTH_LOADING].blocks == 3
+        assert counted.usage.misses[MissReason.BY_REQUEST].blocks == 3
 
 
 def test_generating_within_inference_mode_stores_and_loads(store: kvstore.Store) -> None:

@@ -159,5 +159,5 @@ def _outcome(done: Future[Arrived], scatter: Scatter) -> Arrived:
         scatter.finish()
     except Exception:
         log.exception("loading failed; the engine computes instead")
-        return Arrived(Loaded((), MissReason.SERVER_DOWN), 0.0)
+        return Arrived(Loaded((), MissReason.FAILED), 0.0)
     return arrived

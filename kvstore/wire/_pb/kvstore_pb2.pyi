@@ -84,6 +84,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_SERVER_DOWN: _MissReason.ValueType  # 11
     MISS_REASON_TAIL: _MissReason.ValueType  # 12
     MISS_REASON_NO_SPACE: _MissReason.ValueType  # 13
+    MISS_REASON_BY_REQUEST: _MissReason.ValueType  # 14
+    MISS_REASON_FAILED: _MissReason.ValueType  # 15
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """The names are those of kvstore.types.MissReason, where each is explained."""
@@ -102,6 +104,8 @@ MISS_REASON_TIER_DOWN: MissReason.ValueType  # 10
 MISS_REASON_SERVER_DOWN: MissReason.ValueType  # 11
 MISS_REASON_TAIL: MissReason.ValueType  # 12
 MISS_REASON_NO_SPACE: MissReason.ValueType  # 13
+MISS_REASON_BY_REQUEST: MissReason.ValueType  # 14
+MISS_REASON_FAILED: MissReason.ValueType  # 15
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 class _SkipReason:

@@ -227,6 +227,7 @@ def test_a_request_can_insist_on_loading_or_forbid_it() -> None:
     never = decide_load(SLOW_REDIS, runs, BLOCK, 64, override=Override.NEVER)
     assert (always.blocks, always.reason) == (7, None)
     assert (never.blocks, never.load_s, never.prefill_saved_s) == (0, 0.0, 0.0)
+    assert never.reason is MissReason.BY_REQUEST
 
 
 def test_nothing_found_is_nothing_to_load() -> None:
