@@ -18,7 +18,7 @@ TOKENS = list(range(200))
 
 def keys_of(**options: Any) -> list[bytes]:
     request = Request("r", list(TOKENS), SamplingParams(max_tokens=1), None, **options)
-    return list(block_keys(Fingerprint(bytes(32)), TOKENS, 64, extras_of(request, 64)))
+    return list(block_keys(Fingerprint(bytes(32)), TOKENS, 64, extras_of(request, len(TOKENS), 64)))
 
 
 def image(name: str, offset: int) -> MultiModalFeatureSpec:
@@ -57,3 +57,11 @@ def test_an_image_changes_the_keys_from_its_block_on() -> None:
     reaching = keys_of(mm_features=[image("cat", 120)])
     assert reaching[1] != plain[1]
     assert reaching[2] != plain[2]
+
+
+def test_extras_from_a_later_block_on_are_the_same() -> None:
+    images = [image("cat", 10), image("dog", 120)]
+    request = Request("r", list(TOKENS), SamplingParams(max_tokens=1), None, mm_features=images)
+    whole = extras_of(request, 200, 64)
+    assert set(whole) == {0, 1, 2}
+    assert extras_of(request, 200, 64, first=1) == {block: whole[block] for block in (1, 2)}

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
 from engine.layout import KVLayout
-from engine.plugins.vllm.messages import LoadJob, RequestId, SaveJob, Step, WorkerReport
+from engine.plugins.vllm.messages import LoadJob, RankKeys, RequestId, SaveJob, Step, WorkerReport
 from engine.plugins.vllm.options import Options
 from engine.session import EngineSession, LookedUp, Request, Timing
 from engine.transfer import Arrived, StoreJob
@@ -119,11 +119,16 @@ class _Saves:
         """The workers end their own parts."""
 
 
-def extras_of(request: VllmRequest, block_tokens: int) -> dict[int, list[bytes]]:
-    """By block, what else decides its KV: adapter, salt, images. It is vLLM's own list."""
+def extras_of(
+    request: VllmRequest, tokens: int, block_tokens: int, first: int = 0
+) -> dict[int, list[bytes]]:
+    """By block, from `first` on, what else decides its KV: adapter, salt, images.
+
+    It is vLLM's own list.
+    """
     extras: dict[int, list[bytes]] = {}
     image = 0
-    for block in range(request.num_tokens // block_tokens):
+    for block in range(first, tokens // block_tokens):
         start = block * block_tokens
         found, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
         if found:
@@ -204,9 +209,8 @@ class SchedulerSide:
         if old and now_s - tracked.asked_s > LOOKUP_FRESH_S:
             self._forget_lookup(tracked)
         if tracked.lookup is None:
-            tokens, extras = list(request.all_token_ids), self._extras(request)
             tracked.asked_s = now_s
-            tracked.lookup = self._lookups.submit(self._ask, tokens, extras)
+            tracked.lookup = self._lookups.submit(self._ask, request, list(request.all_token_ids))
         try:
             return tracked.lookup.result(PATIENCE_S if self._patient else 0)
         except NotYet:
@@ -219,13 +223,17 @@ class SchedulerSide:
         tracked.lookup = given_up
         return given_up.result()
 
-    def _ask(self, tokens: list[int], extras: dict[int, list[bytes]]) -> LookedUp:
-        return self.session.look_up(len(tokens), self.session.keys_of(tokens, extras))
+    def _ask(self, request: VllmRequest, tokens: list[int]) -> LookedUp:
+        return self.session.look_up(len(tokens), self._keys_of(request, tokens))
+
+    def _keys_of(self, request: VllmRequest, tokens: list[int]) -> RankKeys:
+        extras = extras_of(request, len(tokens), self._block_tokens)
+        return self.session.keys_of(tokens, extras)
 
     def _given_up(self, request: VllmRequest) -> LookedUp:
         tokens = list(request.all_token_ids)
         nothing = Found((), MissReason.TOO_SLOW)
-        keys = self.session.keys_of(tokens, self._extras(request))
+        keys = self._keys_of(request, tokens)
         return LookedUp(len(tokens), keys, 0, tuple(nothing for _ in keys))
 
     def _forget_lookup(self, tracked: _Tracked) -> None:
@@ -237,9 +245,6 @@ class SchedulerSide:
     def _release(self, lookup: Future[LookedUp]) -> None:
         if lookup.exception() is None:
             self.session.release(lookup.result())
-
-    def _extras(self, request: VllmRequest) -> dict[int, list[bytes]]:
-        return extras_of(request, self._block_tokens)
 
     def allocated(self, request: VllmRequest, pages: Pages, external_tokens: int) -> None:
         """vLLM has given the request its pages; `external_tokens` of them are to be loaded."""
@@ -289,7 +294,7 @@ class SchedulerSide:
             Timing(tracked.prefill_s, total_s - tracked.prefill_s, total_s, alone=False),
             override=self._options.store,
             output_tokens=request.num_output_tokens,
-            extras=self._extras(request),
+            extras=extras_of(request, computed, self._block_tokens, len(plan.keys)),
         )
         return request.request_id in self._saves
 
