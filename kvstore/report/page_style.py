@@ -38,11 +38,13 @@ COLORS: Mapping[str, Color] = {
     "amber4": Color("#965700", _WHITE, "#f2cf8b", _BLACK),
     "violet1": Color("#6f52b5", _WHITE, "#a58be6", _BLACK),
     "violet2": Color("#ae9adb", _BLACK, "#7a63b8", _WHITE),
+    "violet3": Color("#d9cff0", _BLACK, "#56478a", _WHITE),
     "red1": Color("#a51d24", _WHITE, "#f26d6d", _BLACK),
     "red2": Color("#c93f42", _WHITE, "#dc5c5c", _BLACK),
     "red3": Color("#e88380", _BLACK, "#b04545", _WHITE),
     "red4": Color("#f3aeaa", _BLACK, "#8c3838", _WHITE),
     "red5": Color("#f9d3d0", _BLACK, "#672d2d", _WHITE),
+    "red6": Color("#7d1016", _WHITE, "#ffb3b3", _BLACK),
 }
 
 UNKNOWN = "grey1"
@@ -63,11 +65,11 @@ FILLS: Mapping[str, str] = {
     MissReason.NO_SPACE: "amber4",
     MissReason.REFUSED: "violet1",
     MissReason.NOT_WORTH_LOADING: "violet2",
-    MissReason.BY_REQUEST: "grey1",
+    MissReason.BY_REQUEST: "violet3",
     MissReason.TIER_DOWN: "red1",
     MissReason.SERVER_DOWN: "red2",
     MissReason.CORRUPT: "red3",
-    MissReason.FAILED: "red3",
+    MissReason.FAILED: "red6",
     MissReason.TOO_SLOW: "red4",
     MissReason.OVERWRITTEN: "red5",
     SkipReason.GAIN_TOO_SMALL: "violet1",
