@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.vllm_engine import do_generate, serve
 
-COUNTS = {"preemptions": 0, "failed_loads": 0}
+COUNTS = {"preemptions": 0, "failed_loads": 0, "asked": 0}
 
 
 def do_state(llm: Any) -> dict[str, Any]:
@@ -35,13 +35,14 @@ def do_reset(llm: Any) -> bool:
     return bool(llm.llm_engine.reset_prefix_cache())
 
 
-def count(owner: type, method: str, name: str) -> None:
-    """Counts the calls that return nothing at all, or something that is not empty."""
+def count(owner: type, method: str, name: str, all_calls: bool = True) -> None:
+    """Counts a method's calls, or those that return something that is not empty."""
     original = getattr(owner, method)
 
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        COUNTS[name] += all_calls
         result = original(self, *arguments, **options)
-        COUNTS[name] += result is None or bool(result)
+        COUNTS[name] += not all_calls and bool(result)
         return result
 
     setattr(owner, method, counted)
@@ -50,8 +51,10 @@ def count(owner: type, method: str, name: str) -> None:
 if __name__ == "__main__":
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from engine.plugins.vllm.scheduler import SchedulerSide
     from engine.plugins.vllm.worker import WorkerSide
 
     count(Scheduler, "_preempt_request", "preemptions")
-    count(WorkerSide, "_missing", "failed_loads")
+    count(WorkerSide, "_missing", "failed_loads", all_calls=False)
+    count(SchedulerSide, "_ask", "asked")
     serve({"generate": do_generate, "state": do_state, "reset": do_reset})

@@ -167,6 +167,8 @@ class SchedulerSide:
         self._output_s = 0.0
         self._decode = (0, 0.0)
         self._patient = True
+        self._late: Future[LookedUp] | None = None
+        """A lookup that was given up. Until it ends, no request waits for another one."""
         self._told = Usage()
 
     # -- a request's life
@@ -209,6 +211,8 @@ class SchedulerSide:
         if old and now_s - tracked.asked_s > LOOKUP_FRESH_S:
             self._forget_lookup(tracked)
         if tracked.lookup is None:
+            if self._late is not None and not self._late.done():
+                return self._give_up(tracked, request)
             tracked.asked_s = now_s
             tracked.lookup = self._lookups.submit(self._ask, request, list(request.all_token_ids))
         try:
@@ -217,11 +221,9 @@ class SchedulerSide:
             self._patient = False
         if now_s - tracked.asked_s < LOOKUP_S_MAX:
             return None
+        self._late = tracked.lookup
         self._forget_lookup(tracked)
-        given_up: Future[LookedUp] = Future()
-        given_up.set_result(self._given_up(request))
-        tracked.lookup = given_up
-        return given_up.result()
+        return self._give_up(tracked, request)
 
     def _ask(self, request: VllmRequest, tokens: list[int]) -> LookedUp:
         return self.session.look_up(len(tokens), self._keys_of(request, tokens))
@@ -230,11 +232,15 @@ class SchedulerSide:
         extras = extras_of(request, len(tokens), self._block_tokens)
         return self.session.keys_of(tokens, extras)
 
-    def _given_up(self, request: VllmRequest) -> LookedUp:
+    def _give_up(self, tracked: _Tracked, request: VllmRequest) -> LookedUp:
+        """In place of the answer: nothing is there."""
         tokens = list(request.all_token_ids)
         nothing = Found((), MissReason.TOO_SLOW)
         keys = self._keys_of(request, tokens)
-        return LookedUp(len(tokens), keys, 0, tuple(nothing for _ in keys))
+        looked_up = LookedUp(len(tokens), keys, 0, tuple(nothing for _ in keys))
+        tracked.lookup = Future()
+        tracked.lookup.set_result(looked_up)
+        return looked_up
 
     def _forget_lookup(self, tracked: _Tracked) -> None:
         """Unpins what the lookup found or will have found."""
