@@ -461,7 +461,7 @@ class Request(Generic[Tensor]):
         self._store(keys, len(tokens), source, timing.total_s, override)
 
     def _all_keys(self, tokens: Tokens, extras: Extras | None) -> tuple[list[BlockKey], ...]:
-        """The keys of all full blocks of `tokens`, by rank."""
+        """The keys of all full blocks of the prompt and of `tokens`, by rank."""
         info = self._session.namespace.info
         done = len(self.keys)
         left = {block - done: ids for block, ids in (extras or {}).items() if block >= done}
@@ -516,7 +516,8 @@ class Request(Generic[Tensor]):
         )
         if not count:
             return
-        first_token, end_token = first * info.block_tokens, (first + count) * info.block_tokens
+        end = first + count
+        first_token, end_token = first * info.block_tokens, end * info.block_tokens
         decision = decide_store(
             session.costs,
             StorePolicy(override),
@@ -529,7 +530,7 @@ class Request(Generic[Tensor]):
         )
         if decision.reason is not None:
             skipped = self._count(count)
-            session.record(Usage(skipped={decision.reason: skipped}), keys[0][first:])
+            session.record(Usage(skipped={decision.reason: skipped}), keys[0][first:end])
             if decision.reason is SkipReason.COSTS_MORE_THAN_IT_SAVES:
                 session.learn(lambda costs: costs.after_refused_store())
             return
@@ -537,7 +538,8 @@ class Request(Generic[Tensor]):
         size_bytes = count * session.block_bytes
         session._storing.store(
             StoreJob(
-                tuple(rank_keys[first:] for rank_keys in keys),
+                # A request that was cut short has fewer tokens than its prompt has keys.
+                tuple(rank_keys[first:end] for rank_keys in keys),
                 tuple(rank_keys[first - 1] if first else None for rank_keys in keys),
                 first,
                 source,

@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.vllm_engine import do_generate, serve
+from scripts.vllm_engine import do_generate, drain_saves, serve
 
 COUNTS = {"preemptions": 0, "failed_loads": 0, "asked": 0}
 
@@ -28,6 +28,24 @@ def do_state(llm: Any) -> dict[str, Any]:
         "misses": {why: miss.tokens for why, miss in side.session.usage.misses.items()},
         **COUNTS,
     }
+
+
+def do_abort(llm: Any, prompt: list[int], steps: int) -> int:
+    """Begins a prompt, aborts it after some steps, and says how much of it was computed."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    engine.add_request("cut", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=100))
+    scheduler = engine.engine_core.engine_core.scheduler
+    (request,) = scheduler.requests.values()
+    done = 0
+    while done < steps:
+        engine.step()
+        done += request.num_computed_tokens > 0
+    computed: int = request.num_computed_tokens
+    engine.abort_request([request.request_id], internal=True)
+    drain_saves(llm)
+    return computed
 
 
 def do_reset(llm: Any) -> bool:
@@ -57,4 +75,4 @@ if __name__ == "__main__":
     count(Scheduler, "_preempt_request", "preemptions")
     count(WorkerSide, "_missing", "failed_loads", all_calls=False)
     count(SchedulerSide, "_ask", "asked")
-    serve({"generate": do_generate, "state": do_state, "reset": do_reset})
+    serve({"generate": do_generate, "state": do_state, "reset": do_reset, "abort": do_abort})

@@ -48,6 +48,21 @@ def test_a_byte_flipped_in_valkey_is_computed_again(server: ServerProcess, text:
     assert hits == 2 * 640 - misses["corrupt"]["tokens"]
 
 
+def test_of_a_prompt_that_is_aborted_half_way_only_whole_blocks_are_stored(
+    server: ServerProcess, text: list[int]
+) -> None:
+    # Two blocks and a little; after one chunk, the second block has its pages, half computed.
+    prompt = text[:130]
+    with Engine() as plain:
+        expected = tokens_of(plain.generate(prompt))
+    with Engine(server.target, extra=ALWAYS, max_num_batched_tokens=100, max_num_seqs=4) as engine:
+        assert engine.ask("abort", prompt=prompt, steps=1) == 100
+        again = engine.generate(prompt)
+        assert (cached_of(again), tokens_of(again)) == ([64], expected)
+        again = engine.generate(prompt)
+        assert (cached_of(again), tokens_of(again)) == ([128], expected)
+
+
 def test_a_server_that_is_killed_and_comes_back(text: list[int]) -> None:
     """Killed at any time: before a lookup, during a load, during a store."""
     chance = random.Random(2)

@@ -290,9 +290,9 @@ class SchedulerSide:
         ended_s = self._clock()
         tracked.request.release()
         plan = tracked.first or tracked.request
-        computed = min(
-            request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens
-        )
+        # Steps under way may yet be dropped, and a preempted request has no pages.
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        computed = max(0, min(computed, request.num_tokens, len(pages) * self._page_tokens))
         total_s = ended_s - tracked.started_s
         plan.finish(
             list(request.all_token_ids[:computed]),

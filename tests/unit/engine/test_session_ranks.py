@@ -145,6 +145,19 @@ def test_a_whole_request_counts_every_token_once(ranks: Ranks) -> None:
     assert (ranks.session.usage.stored.blocks, ranks.session.usage.already_present.blocks) == (6, 2)
 
 
+def test_of_a_prompt_that_was_cut_short_only_whole_blocks_are_stored(ranks: Ranks) -> None:
+    request = ranks.plan()
+    request.take_pool(0)
+    request.finish(TOKENS[: 3 * BLOCK + 1], "pages", TIMING, override=Override.ALWAYS)
+    (job,) = ranks.jobs
+    whole = block_keys(ranks.namespaces[0].info.fingerprint, TOKENS, BLOCK)
+    assert (job.first, list(job.keys[0])) == (0, whole[:3])
+    request = ranks.plan()
+    request.take_pool(0)
+    request.finish([], "pages", TIMING, override=Override.ALWAYS)
+    assert len(ranks.jobs) == 1
+
+
 def test_extras_of_generated_blocks_are_in_their_keys(ranks: Ranks) -> None:
     request = ranks.plan()
     request.take_pool(0)
