@@ -48,9 +48,9 @@ def do_abort(llm: Any, prompt: list[int], steps: int) -> int:
     return computed
 
 
-def do_reset(llm: Any) -> bool:
-    """Drops vLLM's own prefix cache."""
-    return bool(llm.llm_engine.reset_prefix_cache())
+def do_reset(llm: Any, reset_connector: bool = False) -> bool:
+    """Drops vLLM's own prefix cache, and the store's blocks."""
+    return bool(llm.llm_engine.reset_prefix_cache(reset_connector=reset_connector))
 
 
 def count(owner: type, method: str, name: str, all_calls: bool = True) -> None:

@@ -105,6 +105,21 @@ def test_a_server_that_is_killed_and_comes_back(text: list[int]) -> None:
             assert sum("no kvstore server" in line for line in warnings) == 1
 
 
+def test_a_reset_drops_what_was_stored_or_says_that_it_could_not(
+    server: ServerProcess, text: list[int]
+) -> None:
+    prompt = text[:300]
+    with Engine(server.target, extra=ALWAYS) as engine:
+        expected = tokens_of(engine.generate(prompt))
+        assert cached_of(engine.generate(prompt)) == [256]
+        assert engine.ask("reset", reset_connector=True)
+        assert cached_of(engine.generate(prompt)) == [0]
+        server.stop()
+        assert not engine.ask("reset", reset_connector=True)
+        assert tokens_of(engine.generate(prompt)) == expected
+        server.start()
+
+
 def test_a_server_that_hangs_delays_no_more_than_a_lookup_may(
     server: ServerProcess, text: list[int]
 ) -> None:

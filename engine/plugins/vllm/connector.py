@@ -163,9 +163,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return self._scheduler.finished(request, block_ids), None
 
     def reset_cache(self) -> bool | None:
-        if self._scheduler is not None:
-            self._scheduler.reset()
-        return True
+        return self._scheduler is None or self._scheduler.reset()
 
     # -- both
 

@@ -27,6 +27,7 @@ from engine.plugins.vllm.options import Options
 from engine.session import EngineSession, LookedUp, Request, Timing
 from engine.transfer import Arrived, StoreJob
 from kvstore.client import Found, Store, Stored
+from kvstore.errors import KVStoreError
 from kvstore.types import MissReason, TierName, Usage
 
 log = logging.getLogger("kvstore.vllm")
@@ -185,13 +186,14 @@ class SchedulerSide:
             return 0, False  # a load that failed is not tried again
         try:
             looked_up = self._look_up(tracked, request)
+            if looked_up is None:
+                return None, False
+            tracked.request = self.session.plan(looked_up, local_tokens, self._options.load)
         except Exception:
+            # An error that leaves here ends the engine, and the prompt can be computed.
             log.exception("a lookup failed; the prompt is computed")
-            tracked.unusable = True
+            tracked.unusable, tracked.request = True, None
             return 0, False
-        if looked_up is None:
-            return None, False
-        tracked.request = self.session.plan(looked_up, local_tokens, self._options.load)
         tokens = tracked.request.plan.blocks * self._block_tokens - local_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
@@ -294,14 +296,17 @@ class SchedulerSide:
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         computed = max(0, min(computed, request.num_tokens, len(pages) * self._page_tokens))
         total_s = ended_s - tracked.started_s
-        plan.finish(
-            list(request.all_token_ids[:computed]),
-            (request.request_id, pages),
-            Timing(tracked.prefill_s, total_s - tracked.prefill_s, total_s, alone=False),
-            override=self._options.store,
-            output_tokens=request.num_output_tokens,
-            extras=extras_of(request, computed, self._block_tokens, len(plan.keys)),
-        )
+        try:
+            plan.finish(
+                list(request.all_token_ids[:computed]),
+                (request.request_id, pages),
+                Timing(tracked.prefill_s, total_s - tracked.prefill_s, total_s, alone=False),
+                override=self._options.store,
+                output_tokens=request.num_output_tokens,
+                extras=extras_of(request, computed, self._block_tokens, len(plan.keys)),
+            )
+        except Exception:
+            log.exception("a request could not be stored")  # its answer is there all the same
         return request.request_id in self._saves
 
     # -- steps
@@ -405,10 +410,18 @@ class SchedulerSide:
         told, self._told = self._told, self.session.usage
         return told, self._told
 
-    def reset(self) -> None:
-        """Drops this engine's blocks everywhere: the weights have changed under their name."""
-        for rank in self.session.ranks:
-            self._store.clear(rank.info)
+    def reset(self) -> bool:
+        """Drops this engine's blocks everywhere: the weights have changed under their name.
+
+        False when the server can't be asked; then they are still there.
+        """
+        try:
+            for rank in self.session.ranks:
+                self._store.clear(rank.info)
+        except KVStoreError as error:
+            log.error("the blocks of the weights before could not be dropped: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Unpins everything, and ends the threads."""
