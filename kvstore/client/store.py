@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from types import TracebackType
 
 import grpc
 
-from kvstore.client.connection import CALL_TIMEOUT_S, Attached, Connection
+from kvstore.client.connection import CALL_TIMEOUT_S, SILENCE_S, Attached, Connection
 from kvstore.client.planes import (
     DataPlane,
     Lease,
@@ -384,7 +385,7 @@ class Store:
     def _opened(self, namespace: Namespace) -> Attached:
         """The session, with this namespace open in it. Raises _Away or grpc.RpcError."""
         attached = self._connection.attached
-        if attached is None or (self._closing and not self._connection.attached):
+        if attached is None or time.monotonic() < attached.silent_until_s:
             raise _Away
         info = namespace.info
         if info.fingerprint not in attached.opened:
@@ -410,6 +411,9 @@ class Store:
         """Reacts to a failed call: forgets what the server forgot, raises what is our fault."""
         error = error_of(call)
         attached = self._connection.attached
+        if attached is not None and call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            # It may hang for long; one call a while finds out, not each one that is waiting.
+            attached.silent_until_s = time.monotonic() + SILENCE_S
         if isinstance(error, UnknownNamespace) and attached is not None:
             attached.opened.discard(namespace.info.fingerprint)
         elif isinstance(error, RequestError) and not isinstance(error, UnknownLease | TooMany):
