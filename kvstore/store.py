@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from kvstore.clock import Clock
+from kvstore.demand import Demand
 from kvstore.errors import (
     ChecksumRequired,
     InvalidRequest,
@@ -30,6 +31,7 @@ from kvstore.index import Block, Namespace
 from kvstore.inflight import Inflight
 from kvstore.leases import Lease, LeaseId, Leases, SessionId
 from kvstore.outbox import Outbox
+from kvstore.pace import Pace
 from kvstore.tiers.base import RemoteTier
 from kvstore.tiers.cpu import Answer, CpuTier
 from kvstore.types import (
@@ -38,6 +40,7 @@ from kvstore.types import (
     MissReason,
     NamespaceInfo,
     Outcome,
+    Outlook,
     TierName,
     TierStatus,
 )
@@ -62,6 +65,8 @@ DRAIN_S_MAX = 20.0
 """How long `clear` waits for the write-through: a steady stream of stores never ends."""
 
 FETCH_TIMEOUT_S = 10.0
+ROOM_SHARE = 0.02
+"""Share of the arena that is free while blocks displace nothing."""
 SWEEP_S = 0.2
 REFRESH_S = 2.0
 
@@ -117,8 +122,11 @@ class Store:
         watchers: Watchers,
         clock: Clock,
         executor: Executor,
+        demand: Demand,
+        pace: Pace,
         verify_always: bool = False,
     ):
+        """`pace` is the remote tier's."""
         self.cpu = cpu
         self.remote = remote
         self.outbox = outbox
@@ -128,6 +136,8 @@ class Store:
         self.verify_always = verify_always
         self._clock = clock
         self._executor = executor
+        self._demand = demand
+        self._pace = pace
         self._orphans: list[Lease[Pinned]] = []
         self._inflight: Inflight[tuple[Fingerprint, BlockKey], Block | MissReason] = Inflight()
 
@@ -199,6 +209,28 @@ class Store:
             if lease is None:
                 _unpin(blocks)
 
+    def outlook(
+        self, fingerprint: Fingerprint, keys: Sequence[BlockKey], first: int, found: LookupResult
+    ) -> Outlook:
+        """Notes that a request asked for these blocks, from position `first` of its prefix on.
+
+        Returns what is known about those that it lacks.
+        """
+        chances = self._demand.note(fingerprint, keys, first)
+        missing = keys[len(found.blocks) :]
+        if found.miss_reason is MissReason.EVICTED:
+            evicted = takewhile(lambda key: self.history.reason(key) is MissReason.EVICTED, missing)
+            self._demand.note_regretted(sum(1 for _ in evicted))
+        room_bytes = self.cpu.arena.capacity_bytes - self.cpu.arena.used_bytes
+        full = room_bytes < ROOM_SHARE * self.cpu.arena.capacity_bytes
+        latency_s, bytes_per_s = self._pace.measured or (0.0, 0.0)
+        return Outlook(
+            chances[len(found.blocks) :],
+            self._demand.pressure if full else 0.0,
+            latency_s,
+            bytes_per_s,
+        )
+
     async def _extend(
         self, namespace: Namespace, keys: Sequence[BlockKey], blocks: list[Block | None]
     ) -> MissReason | None:
@@ -215,10 +247,13 @@ class Store:
             window = keys[len(blocks) : len(blocks) + PROBE_BLOCKS[step]]
             step = min(step + 1, len(PROBE_BLOCKS) - 1)
             asked = [key for key in window if namespace.get(key) is None]
+            asked_s = loop.time()
             finding = loop.run_in_executor(self._executor, self.remote.find, namespace.info, asked)
             # Not cancelled when it takes too long: the breaker must hear how it ends.
             await asyncio.wait([finding], timeout=max(deadline_s - loop.time(), 0.0))
             answer = finding.result() if finding.done() else None
+            if answer is not None and asked:
+                self._pace.note_answer(loop.time() - asked_s)
             there = dict(zip(asked, answer or [], strict=False))
             for key in window:
                 block = namespace.get(key)
@@ -326,6 +361,7 @@ class Store:
                 # Another client is storing it: it will be here, but nobody knows when.
                 results[key] = MissReason.TOO_SLOW
         if reserved:
+            started_s = self._clock.monotonic_s()
             try:
                 fetched = await asyncio.get_running_loop().run_in_executor(
                     self._executor,
@@ -347,6 +383,9 @@ class Store:
                     self.cpu.abort(block)
                     results[block.key] = self._reason(block.key, outcome)
             stored = [block for block in reserved if block.generation]
+            self._pace.note_batch(
+                len(stored) * namespace.info.block_bytes, self._clock.monotonic_s() - started_s
+            )
             if stored:
                 self.cpu.touch(stored)
                 self._stored(stored)

@@ -16,21 +16,24 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
+from engine.admission import Override
 from engine.layout import KVLayout
 from engine.plugins.vllm.extras import Adapters, extras_of, has_known_identity
 from engine.plugins.vllm.messages import LoadJob, Pages, RequestId, Step, WorkerReport
 from engine.plugins.vllm.options import Options
 from engine.plugins.vllm.saves import Saves
-from engine.session import EngineSession, Extras, LookedUp, Request, Timing
+from engine.request import Extras, LookedUp, Request, Timing
+from engine.session import EngineSession
 from engine.transfer import Arrived
 from kvstore.client import Found, Store
+from kvstore.errors import ConfigError
 from kvstore.types import MissReason, TierName, Usage
 
 log = logging.getLogger("kvstore.vllm")
@@ -63,8 +66,10 @@ class _Tracked:
     """A request from its first being asked about to its end."""
 
     started_s: float
+    options: Options
     lookup: Future[LookedUp] | None = None
     asked_s: float = 0.0
+    asked: bool = False
     request: Request[None] | None = None
     """The plan in use."""
     first: Request[None] | None = None
@@ -125,7 +130,10 @@ class SchedulerSide:
         """
         if not self._serves(request):
             return 0, False
-        tracked = self._tracked.setdefault(request.request_id, _Tracked(self._clock()))
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = _Tracked(self._clock(), self._options_of(request))
+            self._tracked[request.request_id] = tracked
         if request.num_preemptions > tracked.preemptions:
             self._start_anew(tracked, request.num_preemptions)
         if tracked.unusable or tracked.allocated:
@@ -134,13 +142,20 @@ class SchedulerSide:
             looked_up = self._look_up(tracked, request)
             if looked_up is None:
                 return None, False
-            tracked.request = self.session.plan(looked_up, local_tokens, self._options.load)
+            tracked.request = self.session.plan(looked_up, local_tokens, tracked.options.load)
         except Exception:
             log.exception("a lookup failed; the prompt is computed")
             tracked.unusable, tracked.request = True, None
             return 0, False
         tokens = tracked.request.plan.blocks * self._block_tokens - local_tokens
         return (tokens, True) if tokens > 0 else (0, False)
+
+    def _options_of(self, request: VllmRequest) -> Options:
+        try:
+            return self._options.for_request(request.kv_transfer_params)
+        except ConfigError as error:
+            log.warning("request %s goes without the store: %s", request.request_id, error)
+            return replace(self._options, load=Override.NEVER, store=Override.NEVER)
 
     def _serves(self, request: VllmRequest) -> bool:
         adapter = request.lora_request
@@ -169,7 +184,9 @@ class SchedulerSide:
             tracked.asked_s = now_s
             if self._late is not None and not self._late.done():
                 return self._give_up(tracked, request)
-            tracked.lookup = self._lookups.submit(self._ask, request, list(request.all_token_ids))
+            tokens, again = list(request.all_token_ids), tracked.asked
+            tracked.asked = True
+            tracked.lookup = self._lookups.submit(self._ask, request, tokens, again)
         try:
             return tracked.lookup.result(self._patience_s)
         except NotYet:
@@ -182,9 +199,9 @@ class SchedulerSide:
         self._forget_lookup(tracked)
         return self._give_up(tracked, request)
 
-    def _ask(self, request: VllmRequest, tokens: list[int]) -> LookedUp:
+    def _ask(self, request: VllmRequest, tokens: list[int], again: bool) -> LookedUp:
         keys = self.session.keys_of(tokens, self._extras_of(request, len(tokens)))
-        return self.session.look_up(len(tokens), keys)
+        return self.session.look_up(len(tokens), keys, again=again)
 
     def _extras_of(self, request: VllmRequest, tokens: int, first: int = 0) -> Extras:
         adapter = request.lora_request
@@ -262,7 +279,7 @@ class SchedulerSide:
                 list(request.all_token_ids[:computed]),
                 (request.request_id, pages),
                 Timing(tracked.prefill_s, total_s - tracked.prefill_s, total_s, alone=False),
-                override=self._options.store,
+                override=tracked.options.store,
                 output_tokens=request.num_output_tokens,
                 extras=self._extras_of(request, computed, len(plan.keys)),
             )
