@@ -150,6 +150,7 @@ def test_what_would_make_the_identity_false_is_refused(
     settings = {
         "model": str(tiny.llama(tmp_path / "llama")),
         "skip_tokenizer_init": True,
+        "max_model_len": 1024,
         **changed,
     }
     with pytest.raises(EngineFailed, match=message), Engine(server.target, **settings):

@@ -52,6 +52,7 @@ class Saves:
         return request_id in self._jobs
 
     def take(self) -> list[SaveJob]:
+        """The jobs to be sent with this step."""
         unsent, self._unsent = self._unsent, []
         return unsent
 
