@@ -43,8 +43,9 @@ LATE_SHARE = 0.05
 the prefill time that it was to save: so much a request may lose to a tier that is slow today."""
 LOAD_TIMEOUT_S_MIN = 0.05
 """Of a load that takes a millisecond, a thread that waits for a core is no sign."""
-LOAD_TIMEOUT_S_UNKNOWN = 10.0
-"""While the engine's prefill has not been measured, there is nothing to compare loading with."""
+LOAD_TIMEOUT_S_MAX = 10.0
+"""While the engine's prefill has not been measured, there is nothing to compare loading with; and
+who insists on loading has no use for the comparison."""
 
 STORE_TIERS = (TierName.CPU, TierName.REDIS)
 """From near to far."""
@@ -117,11 +118,14 @@ class Request(Generic[Tensor]):
         looked_up: LookedUp,
         plan: LoadPlan,
         pooled: int,
+        insists: bool = False,
     ):
+        """`insists`: the caller wants what was found, also where computing were quicker."""
         self.plan = plan
         self._session = session
         self._looked_up = looked_up
         self._pooled = pooled
+        self._insists = insists
         self._loaded: list[Run] = []
         # Until something is loaded, whatever was planned is not: the engine may choose so.
         self._failed: MissReason | None = MissReason.NOT_WORTH_LOADING
@@ -180,8 +184,8 @@ class Request(Generic[Tensor]):
         """Seconds after which the load is given up, and what has not come is computed."""
         blocks = self.plan.blocks - self._pooled
         known = self._session.costs.prefill.known_for(blocks * self.plan.shape.block_tokens)
-        if not known:
-            return LOAD_TIMEOUT_S_UNKNOWN
+        if self._insists or not known:
+            return LOAD_TIMEOUT_S_MAX
         decision = self.plan.decision
         late_s = LATE_FACTOR * decision.load_s + LATE_SHARE * decision.prefill_saved_s
         return max(late_s, LOAD_TIMEOUT_S_MIN)

@@ -228,7 +228,7 @@ class EngineSession(Generic[Tensor]):
             pool_tokens,
             settled_blocks=pooled if self.pool is None else 0,
         )
-        return Request(self, looked_up, plan, pooled)
+        return Request(self, looked_up, plan, pooled, insists=load is Override.ALWAYS)
 
     def release(self, looked_up: LookedUp) -> None:
         """Unpins what a lookup found."""

@@ -271,7 +271,7 @@ def test_what_the_pool_lost_since_the_lookup_ends_the_load(pooled: Engine) -> No
 @pytest.mark.parametrize(
     ("costs", "timeout_s"),
     [
-        pytest.param(CostModel(), request_module.LOAD_TIMEOUT_S_UNKNOWN, id="nothing known"),
+        pytest.param(CostModel(), request_module.LOAD_TIMEOUT_S_MAX, id="nothing known"),
         pytest.param(known_costs(), request_module.LOAD_TIMEOUT_S_MIN, id="little saved"),
         pytest.param(
             known_costs(prefill=PrefillCost.of(0.0, 0.5, 0.0)),
@@ -285,8 +285,10 @@ def test_a_load_may_be_late_by_a_small_part_of_the_prefill_it_saves(
 ) -> None:
     engine = Engine(costs=costs)
     engine.keep(range(32))
-    engine.run(range(33))
+    engine.run(range(33), load=Override.DEFAULT)
     assert engine.namespace.timeouts_s == [pytest.approx(timeout_s)]
+    engine.run(range(33), load=Override.ALWAYS)
+    assert engine.namespace.timeouts_s[1] == request_module.LOAD_TIMEOUT_S_MAX
     engine.session.close()
 
 
