@@ -21,7 +21,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine import planner
@@ -41,6 +41,7 @@ from kvstore.types import (
     Decision,
     MissReason,
     NamespaceInfo,
+    Outlook,
     TierName,
     TierStatus,
     Usage,
@@ -120,6 +121,8 @@ class EngineSession(Generic[Tensor]):
         self._lock = threading.Lock()
         self._usage = Usage()
         self._answers = Answers()
+        self._far = Outlook()
+        """The last one that knew the far tier."""
         self._kept_costs_s = time.monotonic()
         self._warned = False
         if costs is None and self.namespace.last_costs:
@@ -170,7 +173,8 @@ class EngineSession(Generic[Tensor]):
             loadable = self._shape(len(tokens)).loadable_blocks
             pooled = self.pool.longest_prefix(self.namespace.info, keys[0][:loadable])
         # What the pool has, the store need not be asked for.
-        looked_up = self.look_up(len(tokens), keys, pooled)
+        insists = load is Override.ALWAYS
+        looked_up = self.look_up(len(tokens), keys, pooled, insists=insists)
         return self.plan(looked_up, pooled * self.layout.block_tokens, load)
 
     def keys_of(self, tokens: Tokens, extras: Extras | None = None) -> tuple[list[BlockKey], ...]:
@@ -190,19 +194,27 @@ class EngineSession(Generic[Tensor]):
         keys: tuple[Sequence[BlockKey], ...],
         first: int = 0,
         again: bool = False,
+        insists: bool = False,
     ) -> LookedUp:
         """Asks the store for a prompt's loadable blocks from `first` on, and pins what it has.
 
-        `again` says that it was asked for this very request before.
+        `again` says that it was asked for this very request before, and `insists` that all that
+        is found is to be loaded, whatever it costs.
         """
         end = self._shape(prompt_tokens).loadable_blocks
+        near_only = not insists and self._far_is_useless(end)
+        asking = {"first": first, "again": again, "near_only": near_only}
         found = tuple(
-            self._find(rank, rank_keys[first:end], first, again) if first < end else Found((), None)
+            self._find(rank, rank_keys[first:end], asking) if first < end else Found((), None)
             for rank, rank_keys in zip(self.ranks, keys, strict=True)
         )
         if not again:
             with self._lock:
                 self._answers.note_prompt(keys[0])
+        if found[0].outlook.far_bytes_per_s:
+            self._far = found[0].outlook
+        if near_only:
+            self.learn(lambda costs: costs.after_refused_load(TierName.REDIS))
         return LookedUp(prompt_tokens, keys, first, found)
 
     def plan(
@@ -221,9 +233,7 @@ class EngineSession(Generic[Tensor]):
             self.block_bytes,
             runs,
             looked_up.miss_reason,
-            self._costs.hinted(
-                TierName.REDIS, looked_up.outlook.far_latency_s, looked_up.outlook.far_bytes_per_s
-            ),
+            self._hinted_costs(),
             load,
             pool_tokens,
             settled_blocks=pooled if self.pool is None else 0,
@@ -238,10 +248,25 @@ class EngineSession(Generic[Tensor]):
     def _shape(self, prompt_tokens: int) -> planner.PromptShape:
         return planner.PromptShape(prompt_tokens, self.layout.block_tokens, self.block_bytes)
 
-    def _find(self, rank: Namespace, keys: Sequence[BlockKey], first: int, again: bool) -> Found:
+    def _hinted_costs(self) -> CostModel:
+        """What was measured here, and by the server where nothing was."""
+        far = self._far
+        return self._costs.hinted(TierName.REDIS, far.far_latency_s, far.far_bytes_per_s)
+
+    def _far_is_useless(self, blocks: int) -> bool:
+        """Whether the far tier takes longer for each of so many blocks than computing it.
+
+        The last one is the dearest to compute. Then the far tier need not even be asked.
+        """
+        costs, tokens = self._hinted_costs(), self.layout.block_tokens
+        known = costs.prefill.known_for(blocks * tokens) and costs.tier(TierName.REDIS).known
+        saved_s = costs.saved_s(tokens, max(blocks - 1, 0) * tokens)
+        return known and costs.load_s(TierName.REDIS, self.block_bytes) > saved_s
+
+    def _find(self, rank: Namespace, keys: Sequence[BlockKey], asking: Mapping[str, Any]) -> Found:
         """Looks up; a server that can't serve this namespace is as good as none."""
         try:
-            return rank.lookup(keys, first=first, again=again)
+            return rank.lookup(keys, **asking)
         except RequestError as error:
             if not self._warned:
                 log.error("the kvstore server can't be used: %s", error)

@@ -163,7 +163,9 @@ class Service(pb_grpc.KVStoreServicer):
             raise errors.InvalidRequest(f"first: {request.first} is no position of a block")
         session = SessionId(request.session)
         self._release(session, request.release)
-        found = await self._store.lookup(fingerprint, keys, session, request.lease_ms / 1000)
+        found = await self._store.lookup(
+            fingerprint, keys, session, request.lease_ms / 1000, request.near_only
+        )
         resident = [block for block in found.blocks if block is not None]
         outlook = None
         if not request.again:

@@ -180,8 +180,11 @@ class Store:
         keys: Sequence[BlockKey],
         session: SessionId | None = None,
         lease_s: float = 0.0,
+        near_only: bool = False,
     ) -> LookupResult:
         """The longest present prefix; with `lease_s`, pinned for the session so long.
+
+        With `near_only`, the remote tier is not asked.
 
         Raises:
             UnknownNamespace, UnknownLease, InvalidRequest: and nothing is pinned.
@@ -199,7 +202,12 @@ class Store:
         try:
             reason = None
             if len(blocks) < len(keys):
-                reason = await self._extend(namespace, keys, blocks)
+                if self.remote is None:
+                    reason = self.history.reason(keys[len(blocks)])
+                elif near_only:
+                    reason = MissReason.NOT_WORTH_LOADING
+                else:
+                    reason = await self._extend(self.remote, namespace, keys, blocks)
             if lease_s and session is not None and blocks:
                 pinned = ReadLease(namespace, keys[: len(blocks)], blocks)
                 lease = self.leases.grant(session, pinned, lease_s)
@@ -232,14 +240,16 @@ class Store:
         )
 
     async def _extend(
-        self, namespace: Namespace, keys: Sequence[BlockKey], blocks: list[Block | None]
+        self,
+        remote: RemoteTier,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        blocks: list[Block | None],
     ) -> MissReason | None:
         """Goes on where the arena's run ended, with the remote tier's help; pins what it adds.
 
         Returns why the run ends; None when it doesn't.
         """
-        if self.remote is None:
-            return self.history.reason(keys[len(blocks)])
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + FIND_TIMEOUT_S
         step = 0
@@ -248,7 +258,7 @@ class Store:
             step = min(step + 1, len(PROBE_BLOCKS) - 1)
             asked = [key for key in window if namespace.get(key) is None]
             asked_s = loop.time()
-            finding = loop.run_in_executor(self._executor, self.remote.find, namespace.info, asked)
+            finding = loop.run_in_executor(self._executor, remote.find, namespace.info, asked)
             # Not cancelled when it takes too long: the breaker must hear how it ends.
             await asyncio.wait([finding], timeout=max(deadline_s - loop.time(), 0.0))
             answer = finding.result() if finding.done() else None

@@ -121,13 +121,15 @@ class Namespace:
         *,
         first: int = 0,
         again: bool = False,
+        near_only: bool = False,
     ) -> Found:
         """The longest present prefix of these keys, pinned for `lease_s` seconds.
 
         Load it or release it; the lease ends by itself otherwise. With `lease_s` 0 nothing is
         pinned and nothing can be loaded. At most 65,536 keys. `first` is the position of the
         first one in its prefix; `again` says that this request has asked for them before, maybe
-        in another process, so that the server counts it once.
+        in another process, so that the server counts it once. With `near_only`, Redis is not
+        asked, and what only Redis has counts as not worth loading.
 
         Raises:
             InvalidRequest: a key has the wrong length, or there are too many.
@@ -145,6 +147,7 @@ class Namespace:
                 release=attached.take_releases(),
                 first=first,
                 again=again,
+                near_only=near_only,
             )
             answer = self._store._stub.Lookup(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:

@@ -186,7 +186,8 @@ class SchedulerSide:
                 return self._give_up(tracked, request)
             tokens, again = list(request.all_token_ids), tracked.asked
             tracked.asked = True
-            tracked.lookup = self._lookups.submit(self._ask, request, tokens, again)
+            insists = tracked.options.load is Override.ALWAYS
+            tracked.lookup = self._lookups.submit(self._ask, request, tokens, again, insists)
         try:
             return tracked.lookup.result(self._patience_s)
         except NotYet:
@@ -199,9 +200,9 @@ class SchedulerSide:
         self._forget_lookup(tracked)
         return self._give_up(tracked, request)
 
-    def _ask(self, request: VllmRequest, tokens: list[int], again: bool) -> LookedUp:
+    def _ask(self, request: VllmRequest, tokens: list[int], again: bool, insists: bool) -> LookedUp:
         keys = self.session.keys_of(tokens, self._extras_of(request, len(tokens)))
-        return self.session.look_up(len(tokens), keys, again=again)
+        return self.session.look_up(len(tokens), keys, again=again, insists=insists)
 
     def _extras_of(self, request: VllmRequest, tokens: int, first: int = 0) -> Extras:
         adapter = request.lora_request

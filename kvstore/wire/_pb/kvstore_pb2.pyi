@@ -293,6 +293,7 @@ class LookupRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     AGAIN_FIELD_NUMBER: _builtins.int
+    NEAR_ONLY_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     keys: _builtins.bytes
     session: _builtins.int
@@ -305,6 +306,8 @@ class LookupRequest(_message.Message):
     """Asked for by the same request before, maybe by another process of the same engine: not
     counted as one more request for these blocks, and answered without an outlook.
     """
+    near_only: _builtins.bool
+    """Don't ask Redis: what it has would not be loaded."""
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -317,10 +320,11 @@ class LookupRequest(_message.Message):
         release: _abc.Iterable[_builtins.int] | None = ...,
         first: _builtins.int = ...,
         again: _builtins.bool = ...,
+        near_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "first", b"first", "keys", b"keys", "lease_ms", b"lease_ms", "namespace", b"namespace", "release", b"release", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "first", b"first", "keys", b"keys", "lease_ms", b"lease_ms", "namespace", b"namespace", "near_only", b"near_only", "release", b"release", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,12 +64,16 @@ class FakeNamespace:
     timeouts_s: list[float] = field(default_factory=list)
     outlook: Outlook = field(default_factory=Outlook)
     decisions: list[Decision] = field(default_factory=list)
+    near_only: list[bool] = field(default_factory=list)
     costs: str = ""
     last_costs: str = ""
 
-    def lookup(self, keys: Sequence[BlockKey], *, first: int, again: bool) -> Found:
+    def lookup(
+        self, keys: Sequence[BlockKey], *, first: int, again: bool, near_only: bool
+    ) -> Found:
         if self.refuses is not None:
             raise self.refuses
+        self.near_only.append(near_only)
         self.asked.append(len(keys))
         runs: list[tuple[TierName, int]] = []
         for key in keys:
@@ -322,7 +326,20 @@ def test_a_far_tier_that_the_server_knows_to_be_slow_is_not_tried() -> None:
     engine.keep(range(32), TierName.REDIS)
     engine.namespace.outlook = Outlook(far_latency_s=0.05, far_bytes_per_s=10.0)
     assert engine.run(range(33), load=Override.DEFAULT) == 0
+    # Then it is not even asked, unless the caller insists.
+    assert engine.run(range(33), load=Override.DEFAULT) == 0
+    assert engine.run(range(33), load=Override.ALWAYS) == 32
+    assert engine.namespace.near_only == [False, True, False]
+    engine.session.close()
+
+
+def test_a_far_tier_that_gets_quick_again_is_asked_again() -> None:
+    engine = Engine(costs=known_costs(tiers={}))
+    engine.keep(range(32), TierName.REDIS)
+    engine.namespace.outlook = Outlook(far_latency_s=0.05, far_bytes_per_s=10.0)
+    engine.run(range(33), load=Override.DEFAULT)
     engine.namespace.outlook = Outlook(far_latency_s=1e-6, far_bytes_per_s=1e9)
+    engine.run(range(33), load=Override.DEFAULT)  # still not asked, but told
     assert engine.run(range(33), load=Override.DEFAULT) == 32
     engine.session.close()
 
