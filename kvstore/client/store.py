@@ -31,6 +31,7 @@ from kvstore.client.planes import (
 from kvstore.config import default_state_dir
 from kvstore.errors import (
     InvalidRequest,
+    KVStoreError,
     RequestError,
     TooMany,
     UnknownLease,
@@ -111,12 +112,11 @@ class Namespace:
             request = pb.LookupRequest(
                 namespace=self.info.fingerprint,
                 keys=joined,
-                session=attached.session,
                 lease_ms=int(lease_s * 1000),
                 release=attached.take_releases(),
             )
-            answer = self._store._stub.Lookup(request, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError as error:
+            answer = attached.calls.lookup(request, CALL_TIMEOUT_S)
+        except (grpc.RpcError, KVStoreError) as error:
             self._store._note(error, self)
             return Found((), MissReason.SERVER_DOWN)
         except _Away:
@@ -205,7 +205,7 @@ class Namespace:
                 return plane.store(self.info, keys, parent, source, timeout_s)
         except _Away:
             result.skip(SkipReason.SERVER_DOWN, len(keys))
-        except grpc.RpcError as error:
+        except (grpc.RpcError, KVStoreError) as error:
             self._store._note(error, self)
             lost = isinstance(error_of(error), UnknownLease | UnknownNamespace)
             result.skip(SkipReason.FAILED if lost else SkipReason.SERVER_DOWN, len(keys))
@@ -406,7 +406,7 @@ class Store:
         plane = SharedMemoryPlane if attached.arena is not None else StreamPlane
         return _Copying(self, plane(attached, self._stub))
 
-    def _note(self, call: grpc.RpcError, namespace: Namespace) -> None:
+    def _note(self, call: grpc.RpcError | KVStoreError, namespace: Namespace) -> None:
         """Reacts to a failed call: forgets what the server forgot, raises what is our fault."""
         error = error_of(call)
         attached = self._connection.attached
