@@ -6,11 +6,9 @@ changes nothing. Errors become status codes in one place, `_Answers`.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import json
 import logging
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -19,17 +17,18 @@ from typing import Any, TypeVar
 import grpc
 
 from kvstore import codec, errors
+from kvstore.calls import ANSWERS, Calls
 from kvstore.index import Block
 from kvstore.leases import LeaseId, SessionId
 from kvstore.report.board import Board
-from kvstore.store import STORE_LEASE_S, Store
+from kvstore.store import FIND_TIMEOUT_S, STORE_LEASE_S, Store
 from kvstore.tiers.cpu import Answer
 from kvstore.types import MissReason, NamespaceInfo
 from kvstore.watch import EventKind
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
-from kvstore.wire.limits import CHUNK_BYTES, COSTS_CHARS_MAX, NAME_CHARS_MAX, POSITION_MAX
+from kvstore.wire.limits import CHUNK_BYTES, COSTS_CHARS_MAX, NAME_CHARS_MAX
 from kvstore.wire.status import code_of, metadata_of
 
 log = logging.getLogger("kvstore.service")
@@ -37,13 +36,6 @@ log = logging.getLogger("kvstore.service")
 Context = grpc.aio.ServicerContext[Any, Any]
 Q = TypeVar("Q")
 R = TypeVar("R")
-
-_ANSWERS = {
-    Answer.RESERVED: pb.ReserveResponse.ANSWER_RESERVED,
-    Answer.PRESENT: pb.ReserveResponse.ANSWER_PRESENT,
-    Answer.BUSY: pb.ReserveResponse.ANSWER_BUSY,
-    Answer.NO_SPACE: pb.ReserveResponse.ANSWER_NO_SPACE,
-}
 
 _KINDS = {
     EventKind.STORED: pb.WatchResponse.KIND_STORED,
@@ -112,23 +104,50 @@ class Service(pb_grpc.KVStoreServicer):
 
     # -- sessions and namespaces
 
-    @stream
-    async def Attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
-        session = self._store.leases.open_session(request.client[:NAME_CHARS_MAX])
+    async def Session(  # type: ignore[override]  # writes to the context, and yields nothing
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> None:
+        self.calls["Session"] += 1
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("call") != "attach":
+            wrong = errors.InvalidRequest("Session: the first message must be an attach")
+            await context.abort(code_of(wrong), str(wrong), metadata_of(wrong))
+            raise AssertionError("abort raises")
         try:
-            yield pb.AttachResponse(
-                session=session,
-                epoch=self._identity.epoch,
-                version=self._identity.version,
-                arena_path=self._identity.arena_path,
-                arena_bytes=self._identity.arena_bytes,
-                verify_always=self._store.verify_always,
-                store_lease_ms=int(STORE_LEASE_S * 1000),
-            )
-            await self._closing.wait()
+            session = self._store.leases.open_session(first.attach.client[:NAME_CHARS_MAX])
+        except errors.TooMany as error:
+            await context.abort(code_of(error), str(error), metadata_of(error))
+            raise AssertionError("abort raises") from error
+        try:
+            await context.write(pb.SessionResponse(id=first.id, attach=self._welcome(session)))
+            calls = Calls(self._store, session, context.write, self.calls)
+            await self._serve(calls, request_iterator)
         finally:
             self._store.close_session(session)
             self._board.forget_engine(session)
+
+    def _welcome(self, session: SessionId) -> pb.AttachResponse:
+        return pb.AttachResponse(
+            session=session,
+            epoch=self._identity.epoch,
+            version=self._identity.version,
+            arena_path=self._identity.arena_path,
+            arena_bytes=self._identity.arena_bytes,
+            verify_always=self._store.verify_always,
+            store_lease_ms=int(STORE_LEASE_S * 1000),
+        )
+
+    async def _serve(self, calls: Calls, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Answers a session's calls until the client ends it, or the server stops."""
+        serving = asyncio.create_task(calls.serve(requests))
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            await asyncio.wait((serving, closing), return_when=asyncio.FIRST_COMPLETED)
+            await calls.finish(FIND_TIMEOUT_S)
+        finally:
+            for task in (serving, closing):
+                task.cancel()
+            await asyncio.gather(serving, closing, return_exceptions=True)
 
     @unary
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceResponse:
@@ -153,36 +172,6 @@ class Service(pb_grpc.KVStoreServicer):
 
     # -- reading
 
-    @unary
-    async def Lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
-        keys = convert.split_keys(request.keys)
-        fingerprint = convert.to_fingerprint(request.namespace)
-        if request.lease_ms < 0:
-            raise errors.InvalidRequest(f"lease_ms: {request.lease_ms} is negative")
-        if not 0 <= request.first <= POSITION_MAX:
-            raise errors.InvalidRequest(f"first: {request.first} is no position of a block")
-        session = SessionId(request.session)
-        self._release(session, request.release)
-        found = await self._store.lookup(
-            fingerprint, keys, session, request.lease_ms / 1000, request.near_only
-        )
-        resident = [block for block in found.blocks if block is not None]
-        outlook = None
-        if not request.again:
-            known = self._store.outlook(fingerprint, keys, request.first, found)
-            outlook = convert.outlook_to_wire(known)
-        runs = found.runs
-        return pb.LookupResponse(
-            present=len(found.blocks),
-            tiers=[convert.TIER_TO_WIRE[name] for name, _ in runs],
-            tier_blocks=[count for _, count in runs],
-            miss_reason=_miss_to_wire(found.miss_reason),
-            lease=found.lease or 0,
-            slot_offsets=_packed([block.offset for block in resident]),
-            slot_generations=_packed([block.generation for block in resident]),
-            outlook=outlook,
-        )
-
     @stream
     async def Fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
         arrivals = self._store.fetch(
@@ -190,7 +179,7 @@ class Service(pb_grpc.KVStoreServicer):
         )
         async for index, arrived in arrivals:
             if isinstance(arrived, MissReason):
-                yield pb.FetchResponse(index=index, miss_reason=_miss_to_wire(arrived))
+                yield pb.FetchResponse(index=index, miss_reason=convert.miss_to_wire(arrived))
             else:
                 slot = pb.Slot(offset=arrived.offset, generation=arrived.generation)
                 yield pb.FetchResponse(index=index, slot=slot)
@@ -202,12 +191,12 @@ class Service(pb_grpc.KVStoreServicer):
         )
         async for index, arrived in arrivals:
             if isinstance(arrived, MissReason):
-                result = pb.GetResult(index=index, miss_reason=_miss_to_wire(arrived))
+                result = pb.GetResult(index=index, miss_reason=convert.miss_to_wire(arrived))
                 yield pb.GetResponse(result=result)
                 continue
             if not arrived.generation:
                 # The lease has ended meanwhile, and the slot may hold another block by now.
-                lost = _miss_to_wire(MissReason.OVERWRITTEN)
+                lost = convert.miss_to_wire(MissReason.OVERWRITTEN)
                 yield pb.GetResponse(result=pb.GetResult(index=index, miss_reason=lost))
                 continue
             arrived.pins += 1
@@ -227,47 +216,7 @@ class Service(pb_grpc.KVStoreServicer):
         for start in range(0, len(view), CHUNK_BYTES):
             yield pb.GetResponse(chunk=bytes(view[start : start + CHUNK_BYTES]))
 
-    @unary
-    async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
-        self._release(SessionId(request.session), request.leases)
-        return pb.ReleaseResponse()
-
     # -- writing
-
-    @unary
-    async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
-        keys = convert.split_keys(request.keys)
-        fingerprint = convert.to_fingerprint(request.namespace)
-        parent = convert.to_parent(request.parent)
-        session = SessionId(request.session)
-        self._release(session, request.release)
-        answers, blocks, lease = self._store.reserve(
-            fingerprint, keys, parent, request.block_bytes, session
-        )
-        return pb.ReserveResponse(
-            answers=[_ANSWERS[answer] for answer in answers],
-            lease=lease or 0,
-            slot_offsets=[block.offset for block in blocks],
-        )
-
-    @unary
-    async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        if len(request.checksums) % 8:
-            raise errors.InvalidRequest(
-                f"checksums: {len(request.checksums)} bytes are not a whole number of 8-byte sums"
-            )
-        committed = self._store.commit(
-            SessionId(request.session),
-            LeaseId(request.lease),
-            _unpacked(request.checksums) if request.checksums else None,
-            request.failed,
-        )
-        return pb.CommitResponse(committed=committed)
-
-    @unary
-    async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        self._store.abort(SessionId(request.session), LeaseId(request.lease))
-        return pb.AbortResponse()
 
     async def Put(
         self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
@@ -311,7 +260,7 @@ class Service(pb_grpc.KVStoreServicer):
         finally:
             if lease is not None:
                 self._store.release(session, [lease])
-        return pb.PutResponse(answers=[_ANSWERS[answer] for answer in answers], corrupt=len(failed))
+        return pb.PutResponse(answers=[ANSWERS[answer] for answer in answers], corrupt=len(failed))
 
     async def _receive_block(
         self, requests: AsyncIterator[pb.PutRequest], block: Block | None, block_bytes: int
@@ -382,25 +331,3 @@ class Service(pb_grpc.KVStoreServicer):
                 keys=convert.join_keys(event.keys),
                 tier=convert.TIER_TO_WIRE[event.tier],
             )
-
-    def _release(self, session: SessionId, leases: Any) -> None:
-        self._store.release(session, [LeaseId(lease) for lease in leases])
-
-
-def _miss_to_wire(reason: MissReason | None) -> pb.MissReason.ValueType:
-    return convert.MISS_TO_WIRE[reason] if reason is not None else pb.MISS_REASON_UNSPECIFIED
-
-
-def _packed(numbers: list[int]) -> bytes:
-    packed = array.array("Q", numbers)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def _unpacked(raw: bytes) -> list[int]:
-    numbers = array.array("Q")
-    numbers.frombytes(raw)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tolist()

@@ -1,7 +1,8 @@
 """A connection that comes back by itself.
 
-One thread keeps the session open: it attaches, notes what the server said, and starts over when
-the stream ends. Another sends what can wait: releases that no later call has carried, and usage.
+One thread keeps the session open: it attaches, notes what the server said, hands out the answers
+to the session's calls, and starts over when the stream ends. Another sends what can wait:
+releases that no later call has carried, and usage.
 While the server is away, `attached` is None and callers go on without it, at once.
 
 Knows nothing of blocks.
@@ -23,6 +24,8 @@ from typing import Any
 import grpc
 
 from kvstore import slots
+from kvstore.client.calls import Calls
+from kvstore.errors import KVStoreError
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHANNEL_OPTIONS
@@ -36,9 +39,6 @@ MADV_POPULATE_READ = 22
 
 POPULATE_BYTES = 64 << 20
 """At a time: the call holds the GIL."""
-
-SILENCE_S = 1.0
-"""How long nothing is asked of a server that has not answered a call in time."""
 
 RELEASE_DELAY_S = 0.05
 """How long a release waits for a call that carries it."""
@@ -57,6 +57,7 @@ _OPTIONS = (
 class Attached:
     """One session with one server process. Void when the connection's `attached` is another."""
 
+    calls: Calls
     session: int
     epoch: int
     version: str
@@ -67,8 +68,6 @@ class Attached:
     mapping: mmap.mmap | None = None
     opened: set[bytes] = field(default_factory=set)
     """Namespaces that this session has opened."""
-    silent_until_s: float = 0.0
-    """On the monotonic clock: until then the server counts as away."""
     _releases: list[int] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,7 +97,7 @@ class Connection:
         self._first_try = threading.Event()
         self._closed = threading.Event()
         self._wake = threading.Event()
-        self._attach_call: Any = None
+        self._stream: Any = None
         self._threads = [
             threading.Thread(target=self._stay_attached, name="kvstore-session", daemon=True),
             threading.Thread(target=self._send_later, name="kvstore-sender", daemon=True),
@@ -121,18 +120,17 @@ class Connection:
         leases = attached.take_releases() if attached is not None else []
         if attached is None or not leases:
             return
-        request = pb.ReleaseRequest(session=attached.session, leases=leases)
-        with contextlib.suppress(grpc.RpcError):  # unreleased leases expire by themselves
-            self.stub.Release(request, timeout=CALL_TIMEOUT_S)
+        with contextlib.suppress(KVStoreError):  # unreleased leases expire by themselves
+            attached.calls.release(pb.ReleaseRequest(leases=leases), CALL_TIMEOUT_S)
 
     def close(self) -> None:
         """Detaches. Call when no copy to or from the arena is under way."""
         self._closed.set()
         self._wake.set()
         self._threads[1].join()
-        call = self._attach_call
-        if call is not None:
-            call.cancel()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
         self._threads[0].join()
         self._channel.close()
 
@@ -152,30 +150,35 @@ class Connection:
             self._closed.wait(pause_s)
 
     def _attach(self) -> None:
-        client = f"pid {os.getpid()} on {socket.gethostname()}"
-        call = self.stub.Attach(pb.AttachRequest(client=client))
-        self._attach_call = call
+        calls = Calls(self._unclaimed)
+        request = pb.AttachRequest(client=f"pid {os.getpid()} on {socket.gethostname()}")
+        stream = self.stub.Session(calls.requests(request))
+        self._stream = stream
         # The stream itself has no deadline; its first message has one.
-        timer = threading.Timer(ATTACH_TIMEOUT_S, call.cancel)
+        timer = threading.Timer(ATTACH_TIMEOUT_S, self._stream.cancel)
         timer.daemon = True
         timer.start()
         try:
-            for answer in call:
+            for answer in stream:
+                if answer.WhichOneof("answer") != "attach":
+                    calls.answered(answer)
+                    continue
                 timer.cancel()
-                self.attached = self._accept(answer)
+                self.attached = self._accept(answer.attach, calls)
                 self._first_try.set()
                 self.wake()  # usage may have waited for the server
-                self._populate(self.attached)
                 if self._closed.is_set():
-                    self._attach_call.cancel()
+                    self._stream.cancel()
         finally:
             timer.cancel()
+            calls.end()
 
-    def _accept(self, answer: pb.AttachResponse) -> Attached:
+    def _accept(self, answer: pb.AttachResponse, calls: Calls) -> Attached:
         mapping = None
         if self._share_memory and answer.arena_path:
             mapping = slots.open_mapping(Path(answer.arena_path), answer.arena_bytes, answer.epoch)
         return Attached(
+            calls,
             answer.session,
             answer.epoch,
             answer.version,
@@ -184,6 +187,12 @@ class Connection:
             answer.store_lease_ms / 1000,
             mapping,
         )
+
+    def _unclaimed(self, lease: int) -> None:
+        attached = self.attached
+        if attached is not None:
+            attached.add_release(lease)
+            self.wake()
 
     def _populate(self, attached: Attached) -> None:
         """Has the arena's pages entered into this process's page table, while others work.
@@ -200,8 +209,13 @@ class Connection:
                 mapping.madvise(MADV_POPULATE_READ, start, min(POPULATE_BYTES, size - start))
 
     def _send_later(self) -> None:
+        populated = None
         while True:
             self._wake.wait()
+            attached = self.attached
+            if attached is not None and attached is not populated:
+                self._populate(attached)
+                populated = attached
             if not self._closed.is_set():
                 self._closed.wait(RELEASE_DELAY_S)
             self._wake.clear()

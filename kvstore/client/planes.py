@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore import codec, slots
 from kvstore.client.connection import CALL_TIMEOUT_S, Attached
+from kvstore.errors import KVStoreError
 from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
@@ -78,7 +79,7 @@ class DataPlane(Protocol):
         """Stores the blocks that are not there yet, with bytes from the source.
 
         Raises:
-            grpc.RpcError: nothing of this call was stored.
+            grpc.RpcError, KVStoreError: nothing of this call was stored.
         """
         ...
 
@@ -173,10 +174,9 @@ class SharedMemoryPlane(DataPlane):
             keys=convert.join_keys(keys),
             parent=parent or b"",
             block_bytes=info.block_bytes,
-            session=self._attached.session,
             release=self._attached.take_releases(),
         )
-        reserved = self._stub.Reserve(request, timeout=CALL_TIMEOUT_S)
+        reserved = self._attached.calls.reserve(request, CALL_TIMEOUT_S)
         positions = [
             index
             for index, answer in enumerate(reserved.answers)
@@ -198,18 +198,16 @@ class SharedMemoryPlane(DataPlane):
                 if self._attached.verify_always:
                     checksums.append(codec.checksum(view))
         except BaseException:
-            abort = pb.AbortRequest(session=self._attached.session, lease=reserved.lease)
-            with contextlib.suppress(grpc.RpcError):  # the lease ends by itself
-                self._stub.Abort(abort, timeout=CALL_TIMEOUT_S)
+            if reserved.lease:
+                abort = pb.AbortRequest(lease=reserved.lease)
+                with contextlib.suppress(KVStoreError):  # the lease ends by itself
+                    self._attached.calls.abort(abort, CALL_TIMEOUT_S)
             raise
         if positions:
             commit = pb.CommitRequest(
-                session=self._attached.session,
-                lease=reserved.lease,
-                checksums=checksums.tobytes(),
-                failed=failed,
+                lease=reserved.lease, checksums=checksums.tobytes(), failed=failed
             )
-            self._stub.Commit(commit, timeout=CALL_TIMEOUT_S)
+            self._attached.calls.commit(commit, CALL_TIMEOUT_S)
         stored = _count_answers(reserved.answers)
         stored.stored -= len(failed)
         stored.skip(SkipReason.FAILED, len(failed))
@@ -273,9 +271,9 @@ class StreamPlane(DataPlane):
             namespace=info.fingerprint,
             keys=convert.join_keys(keys),
             release=self._attached.take_releases(),
-            session=self._attached.session,
+            again=True,
         )
-        found = self._stub.Lookup(look, timeout=CALL_TIMEOUT_S)
+        found = self._attached.calls.lookup(look, CALL_TIMEOUT_S)
         resident = found.tier_blocks[0] if list(found.tiers[:1]) == [pb.TIER_CPU] else 0
         if resident == len(keys):
             return Stored(present=resident)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import logging
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from types import TracebackType
 
 import grpc
 
-from kvstore.client.connection import CALL_TIMEOUT_S, SILENCE_S, Attached, Connection
+from kvstore.client.connection import CALL_TIMEOUT_S, Attached, Connection
 from kvstore.client.planes import (
     DataPlane,
     Lease,
@@ -32,6 +31,7 @@ from kvstore.client.planes import (
 from kvstore.config import default_state_dir
 from kvstore.errors import (
     InvalidRequest,
+    KVStoreError,
     RequestError,
     TooMany,
     UnknownLease,
@@ -142,15 +142,14 @@ class Namespace:
             request = pb.LookupRequest(
                 namespace=self.info.fingerprint,
                 keys=joined,
-                session=attached.session,
                 lease_ms=int(lease_s * 1000),
                 release=attached.take_releases(),
                 first=first,
                 again=again,
                 near_only=near_only,
             )
-            answer = self._store._stub.Lookup(request, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError as error:
+            answer = attached.calls.lookup(request, CALL_TIMEOUT_S)
+        except (grpc.RpcError, KVStoreError) as error:
             self._store._note(error, self)
             return Found((), MissReason.SERVER_DOWN)
         except _Away:
@@ -239,7 +238,7 @@ class Namespace:
                 return plane.store(self.info, keys, parent, source, timeout_s)
         except _Away:
             result.skip(SkipReason.SERVER_DOWN, len(keys))
-        except grpc.RpcError as error:
+        except (grpc.RpcError, KVStoreError) as error:
             self._store._note(error, self)
             lost = isinstance(error_of(error), UnknownLease | UnknownNamespace)
             result.skip(SkipReason.FAILED if lost else SkipReason.SERVER_DOWN, len(keys))
@@ -442,7 +441,7 @@ class Store:
     def _opened(self, namespace: Namespace) -> Attached:
         """The session, with this namespace open in it. Raises _Away or grpc.RpcError."""
         attached = self._connection.attached
-        if attached is None or time.monotonic() < attached.silent_until_s:
+        if attached is None or attached.calls.silent:
             raise _Away
         info = namespace.info
         if info.fingerprint not in attached.opened:
@@ -465,13 +464,15 @@ class Store:
         plane = SharedMemoryPlane if attached.arena is not None else StreamPlane
         return _Copying(self, plane(attached, self._stub))
 
-    def _note(self, call: grpc.RpcError, namespace: Namespace) -> None:
+    def _note(self, call: grpc.RpcError | KVStoreError, namespace: Namespace) -> None:
         """Reacts to a failed call: forgets what the server forgot, raises what is our fault."""
         error = error_of(call)
         attached = self._connection.attached
-        if attached is not None and call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            # It may hang for long; one call a while finds out, not each one that is waiting.
-            attached.silent_until_s = time.monotonic() + SILENCE_S
+        timed_out = isinstance(call, grpc.RpcError) and (
+            call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        )
+        if attached is not None and timed_out:
+            attached.calls.note_silence()
         if isinstance(error, UnknownNamespace) and attached is not None:
             attached.opened.discard(namespace.info.fingerprint)
         elif isinstance(error, RequestError) and not isinstance(error, UnknownLease | TooMany):

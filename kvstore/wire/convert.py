@@ -86,6 +86,11 @@ def to_parent(raw: bytes) -> BlockKey | None:
     return BlockKey(raw) if raw else None
 
 
+def miss_to_wire(reason: MissReason | None) -> pb.MissReason.ValueType:
+    """Why a block is absent; None stands for that none is."""
+    return MISS_TO_WIRE[reason] if reason is not None else pb.MISS_REASON_UNSPECIFIED
+
+
 def count_to_wire(count: BlockCount) -> pb.BlockCount:
     """A count as a message."""
     return pb.BlockCount(tokens=count.tokens, blocks=count.blocks, bytes=count.bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from kvstore import errors
+from kvstore.wire._pb import kvstore_pb2 as pb
 
 CODES: dict[type[errors.KVStoreError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,12 +34,26 @@ def metadata_of(error: errors.KVStoreError) -> tuple[tuple[str, str], ...]:
     return ((ERROR_NAME, type(error).__name__),)
 
 
-def error_of(call: grpc.RpcError) -> errors.KVStoreError:
+def error_to_wire(error: Exception) -> pb.Error:
+    """The same for a call on a session's stream. Whatever isn't kvstore's is a fault of ours."""
+    if not isinstance(error, errors.KVStoreError):
+        return pb.Error(code=grpc.StatusCode.INTERNAL.value[0], message=repr(error))
+    return pb.Error(code=code_of(error).value[0], name=type(error).__name__, message=str(error))
+
+
+def error_from_wire(error: pb.Error) -> errors.KVStoreError:
+    """The error that an answer on a session's stream stands for."""
+    return _BY_NAME.get(error.name, errors.Unavailable)(error.message)
+
+
+def error_of(call: grpc.RpcError | errors.KVStoreError) -> errors.KVStoreError:
     """The error that a failed call stands for.
 
     Those that gRPC raises by itself have no name: a message that is too large, and everything
-    that keeps a call from reaching the server.
+    that keeps a call from reaching the server. Calls on a session's stream raise ours.
     """
+    if isinstance(call, errors.KVStoreError):
+        return call
     if not isinstance(call, grpc.Call):
         return errors.Unavailable(str(call))
     details = call.details() or str(call)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import grpc
@@ -103,6 +104,59 @@ def tier(store: Store, name: str) -> dict[str, Any]:
     return next(tier for tier in report(store)["tiers"] if tier["name"] == name)
 
 
+class Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+    """An error that came as an answer on a session's stream, as if the call had one of its own."""
+
+    def __init__(self, error: pb.Error):
+        super().__init__(error.message)
+        self._error = error
+
+    def code(self) -> grpc.StatusCode:
+        return next(code for code in grpc.StatusCode if code.value[0] == self._error.code)
+
+    def details(self) -> str:
+        return self._error.message
+
+
+class RawStub(pb_grpc.KVStoreStub):
+    """The stub, with a session, whose calls can be made like the others."""
+
+    def __init__(self, channel: grpc.Channel):
+        super().__init__(channel)
+        self._requests: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
+        sending = iter(self._requests.get, None)
+        self.stream = self.Session(sending, wait_for_ready=True)
+
+    def ask(self, call: pb.SessionRequest) -> pb.SessionResponse:
+        """Sends a message and reads one."""
+        self._requests.put(call)
+        answer: pb.SessionResponse = next(self.stream)
+        assert answer.id == call.id
+        if answer.HasField("error"):
+            raise Refused(answer.error)
+        return answer
+
+    def end(self) -> None:
+        """Ends the session."""
+        self.stream.cancel()
+        self._requests.put(None)
+
+    def Lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        return self.ask(pb.SessionRequest(id=1, lookup=request)).lookup
+
+    def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        return self.ask(pb.SessionRequest(id=2, reserve=request)).reserve
+
+    def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        return self.ask(pb.SessionRequest(id=3, commit=request)).commit
+
+    def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        return self.ask(pb.SessionRequest(id=4, abort=request)).abort
+
+    def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        return self.ask(pb.SessionRequest(id=5, release=request)).release
+
+
 class Raw:
     """The stub itself, and a session on it, for what the client would never send."""
 
@@ -111,14 +165,14 @@ class Raw:
         self._channel = grpc.insecure_channel(
             target, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         )
-        self.stub = pb_grpc.KVStoreStub(self._channel)
-        self._attach = self.stub.Attach(pb.AttachRequest(client="raw"), wait_for_ready=True)
-        self.answer: pb.AttachResponse = next(self._attach)
+        self.stub = RawStub(self._channel)
+        attach = pb.SessionRequest(attach=pb.AttachRequest(client="raw"))
+        self.answer = self.stub.ask(attach).attach
         self.session = self.answer.session
 
     def detach(self) -> None:
         """Ends the session, but not the connection."""
-        self._attach.cancel()
+        self.stub.end()
 
     def open(self, info: NamespaceInfo) -> None:
         """Opens a namespace."""
@@ -139,7 +193,6 @@ class Raw:
                 namespace=info.fingerprint,
                 keys=b"".join(keys),
                 block_bytes=info.block_bytes,
-                session=self.session,
             )
         )
 
@@ -151,14 +204,13 @@ class Raw:
             pb.LookupRequest(
                 namespace=info.fingerprint,
                 keys=b"".join(keys),
-                session=self.session,
                 lease_ms=lease_ms,
             )
         )
 
     def close(self) -> None:
         """Ends the session and the connection."""
-        self._attach.cancel()
+        self.stub.end()
         self._channel.close()
 
 

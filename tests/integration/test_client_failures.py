@@ -265,8 +265,7 @@ def test_mixed_operations_with_aborts_leak_nothing(folder: Path) -> None:
                     case 5:
                         lease = evil.reserve(info, keys).lease
                         if lease:
-                            ids = {"session": evil.session, "lease": lease}
-                            evil.stub.Abort(pb.AbortRequest(**ids))
+                            evil.stub.Abort(pb.AbortRequest(lease=lease))
             except LookupError:
                 pass
         eventually(lambda: control(shm) == NOTHING_HELD)

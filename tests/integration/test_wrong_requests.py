@@ -11,6 +11,7 @@ import pytest
 import kvstore
 from kvstore.testing import ServerProcess
 from kvstore.wire._pb import kvstore_pb2 as pb
+from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from tests.integration.support import (
     BLOCK_BYTES,
     NOTHING_HELD,
@@ -46,7 +47,7 @@ def test_wrong_keys_are_refused_by_each_call_that_takes_keys(
     evil: Raw, refused: Callable[..., None], case: str
 ) -> None:
     keys, words = WRONG_KEYS[case]
-    common = {"namespace": INFO.fingerprint, "keys": keys, "session": evil.session}
+    common = {"namespace": INFO.fingerprint, "keys": keys}
     look = pb.LookupRequest(**common, lease_ms=1000)
     refused(INVALID, words, lambda: evil.stub.Lookup(look))
     reserve = pb.ReserveRequest(**common, block_bytes=BLOCK_BYTES)
@@ -55,19 +56,16 @@ def test_wrong_keys_are_refused_by_each_call_that_takes_keys(
     refused(INVALID, words, lambda: evil.stub.Put(iter(put)))
 
 
-def test_a_message_with_a_million_keys_is_refused_by_its_size(
+def test_a_message_that_is_too_large_is_refused_by_its_size(
     evil: Raw, refused: Callable[..., None]
 ) -> None:
-    request = pb.LookupRequest(namespace=INFO.fingerprint, keys=bytes(32 * 10**6))
+    request = pb.RecordUsageRequest(namespace=INFO.fingerprint, refused_keys=bytes(32 * 10**6))
     # The channel of a client would refuse to send it, too; this one lets the server see it.
     channel = grpc.insecure_channel(evil.target, [("grpc.max_send_message_length", -1)])
     with channel:
-        lookup = channel.unary_unary(
-            "/kvstore.v1.KVStore/Lookup",
-            request_serializer=pb.LookupRequest.SerializeToString,
-            response_deserializer=pb.LookupResponse.FromString,
-        )
-        refused(EXHAUSTED, "message larger than max", lambda: lookup(request, timeout=10.0))
+        stub = pb_grpc.KVStoreStub(channel)
+        words = "message larger than max"
+        refused(EXHAUSTED, words, lambda: stub.RecordUsage(request, timeout=10.0))
 
 
 @pytest.mark.parametrize("raw_name", [b"", b"short", bytes(33)], ids=["empty", "5", "33"])
@@ -75,13 +73,13 @@ def test_a_namespace_of_the_wrong_length_is_refused(
     evil: Raw, refused: Callable[..., None], raw_name: bytes
 ) -> None:
     words = f"namespace: {len(raw_name)} bytes; a fingerprint has 32"
-    stub, session = evil.stub, evil.session
+    stub = evil.stub
     sized = {"namespace": raw_name, "block_bytes": BLOCK_BYTES}
     opening = pb.OpenNamespaceRequest(**sized, block_tokens=16)
     refused(INVALID, words, lambda: stub.OpenNamespace(opening))
     look = pb.LookupRequest(namespace=raw_name, keys=JOINED)
     refused(INVALID, words, lambda: stub.Lookup(look))
-    reserve = pb.ReserveRequest(**sized, keys=JOINED, session=session)
+    reserve = pb.ReserveRequest(**sized, keys=JOINED)
     refused(INVALID, words, lambda: stub.Reserve(reserve))
     refused(INVALID, words, lambda: stub.Put(iter([header(evil, namespace=raw_name)])))
     usage = pb.RecordUsageRequest(namespace=raw_name)
@@ -96,12 +94,10 @@ def test_an_unknown_namespace_is_refused_with_what_to_do(
 ) -> None:
     unknown = info_of("nobody opened this").fingerprint
     words = "is not open: call OpenNamespace first"
-    stub, session = evil.stub, evil.session
+    stub = evil.stub
     look = pb.LookupRequest(namespace=unknown, keys=JOINED)
     refused(NOT_FOUND, words, lambda: stub.Lookup(look))
-    reserve = pb.ReserveRequest(
-        namespace=unknown, keys=JOINED, session=session, block_bytes=BLOCK_BYTES
-    )
+    reserve = pb.ReserveRequest(namespace=unknown, keys=JOINED, block_bytes=BLOCK_BYTES)
     refused(NOT_FOUND, words, lambda: stub.Reserve(reserve))
     refused(NOT_FOUND, words, lambda: stub.Put(iter([header(evil, namespace=unknown)])))
     usage = pb.RecordUsageRequest(namespace=unknown)
@@ -154,17 +150,13 @@ def test_a_namespace_cannot_be_opened_again_with_other_blocks(
 # -- leases
 
 
-def test_a_lease_must_have_a_session_and_a_time(evil: Raw, refused: Callable[..., None]) -> None:
-    def look(session: int, lease_ms: int) -> Callable[[], Any]:
-        request = pb.LookupRequest(
-            namespace=INFO.fingerprint, keys=JOINED, session=session, lease_ms=lease_ms
-        )
+def test_a_lease_must_have_a_time(evil: Raw, refused: Callable[..., None]) -> None:
+    def look(lease_ms: int) -> Callable[[], Any]:
+        request = pb.LookupRequest(namespace=INFO.fingerprint, keys=JOINED, lease_ms=lease_ms)
         return lambda: evil.stub.Lookup(request)
 
-    refused(INVALID, "lease_ms: -1 is negative", look(evil.session, -1))
-    refused(INVALID, "a time of up to 600 s", look(evil.session, 601_000))
-    refused(NOT_FOUND, "session 0x0 is not attached", look(0, 1000))
-    refused(NOT_FOUND, "session 0x2a is not attached", look(42, 1000))
+    refused(INVALID, "lease_ms: -1 is negative", look(-1))
+    refused(INVALID, "a time of up to 600 s", look(601_000))
 
 
 @pytest.mark.parametrize("first", [-1, 1 << 30])
@@ -192,20 +184,16 @@ def test_what_an_engine_tells_of_its_decisions_must_make_sense(
     refused(INVALID, "negative", lambda: evil.stub.Explain(pb.ExplainRequest(last=-1)))
 
 
-def test_a_store_must_have_a_session_that_is_attached(
-    evil: Raw, refused: Callable[..., None]
-) -> None:
+def test_a_session_must_be_attached(evil: Raw, refused: Callable[..., None]) -> None:
     words = "session 0x2a is not attached: its stream ended, or the server restarted"
-    reserve = pb.ReserveRequest(
-        namespace=INFO.fingerprint, keys=b"".join(NEW), block_bytes=BLOCK_BYTES, session=42
-    )
-    refused(NOT_FOUND, words, lambda: evil.stub.Reserve(reserve))
     put = [header(evil, session=42, keys=b"".join(NEW)), *body(NEW)]
     refused(NOT_FOUND, words, lambda: evil.stub.Put(iter(put)))
     usage = pb.RecordUsageRequest(
         namespace=INFO.fingerprint, session=42, usage=pb.Usage(requests=1)
     )
     refused(NOT_FOUND, words, lambda: evil.stub.RecordUsage(usage))
+    get = pb.GetRequest(session=42, lease=1, first=0, count=1)
+    refused(NOT_FOUND, words, lambda: list(evil.stub.Get(get)))
 
 
 def calls_with(client: Raw, session: int, lease: int) -> dict[str, Callable[[], Any]]:
@@ -214,8 +202,8 @@ def calls_with(client: Raw, session: int, lease: int) -> dict[str, Callable[[], 
     return {
         "Fetch": lambda: list(client.stub.Fetch(pb.FetchRequest(**ids, first=0, count=1))),
         "Get": lambda: list(client.stub.Get(pb.GetRequest(**ids, first=0, count=1))),
-        "Commit": lambda: client.stub.Commit(pb.CommitRequest(**ids)),
-        "Abort": lambda: client.stub.Abort(pb.AbortRequest(**ids)),
+        "Commit": lambda: client.stub.Commit(pb.CommitRequest(lease=lease)),
+        "Abort": lambda: client.stub.Abort(pb.AbortRequest(lease=lease)),
     }
 
 
@@ -239,11 +227,11 @@ def test_the_leases_of_another_session_are_out_of_reach(
             words = f"lease {lease:#x} has expired, was released, or never existed"
             for call in calls_with(evil, evil.session, lease).values():
                 refused(NOT_FOUND, words, call)
-            evil.stub.Release(pb.ReleaseRequest(session=evil.session, leases=[lease]))
+            evil.stub.Release(pb.ReleaseRequest(leases=[lease]))
         held = {"leases": 2, "reserved_slots": 3, "quarantined_slots": 0}
         assert control(watcher) == held
-        victim.stub.Abort(pb.AbortRequest(session=victim.session, lease=writing))
-        victim.stub.Release(pb.ReleaseRequest(session=victim.session, leases=[reading]))
+        victim.stub.Abort(pb.AbortRequest(lease=writing))
+        victim.stub.Release(pb.ReleaseRequest(leases=[reading]))
     assert control(watcher) == NOTHING_HELD
 
 
@@ -256,7 +244,7 @@ def test_a_lease_of_the_wrong_kind_is_refused(evil: Raw, refused: Callable[..., 
     calls = calls_with(evil, evil.session, reading)
     refused(INVALID, "is for reading", calls["Commit"])
     refused(INVALID, "is for reading; release it", calls["Abort"])
-    evil.stub.Release(pb.ReleaseRequest(session=evil.session, leases=[reading, writing]))
+    evil.stub.Release(pb.ReleaseRequest(leases=[reading, writing]))
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, -1), (0, 5), (4, 1), (2**31 - 1,) * 2])
@@ -268,7 +256,7 @@ def test_a_range_outside_the_lease_is_refused(
     words = "are not within the lease's 4"
     refused(INVALID, words, lambda: list(evil.stub.Fetch(pb.FetchRequest(**ids))))
     refused(INVALID, words, lambda: list(evil.stub.Get(pb.GetRequest(**ids))))
-    evil.stub.Release(pb.ReleaseRequest(session=evil.session, leases=[lease]))
+    evil.stub.Release(pb.ReleaseRequest(leases=[lease]))
 
 
 def test_a_request_that_is_no_message_at_all_is_an_error_of_that_call_alone(evil: Raw) -> None:

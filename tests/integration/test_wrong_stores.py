@@ -43,9 +43,7 @@ def test_a_size_that_is_not_the_namespaces_is_refused(
     evil: Raw, refused: Callable[..., None], size: int
 ) -> None:
     words = f"blocks of {size} bytes, but this namespace's have {BLOCK_BYTES}"
-    reserve = pb.ReserveRequest(
-        namespace=INFO.fingerprint, keys=JOINED, block_bytes=size, session=evil.session
-    )
+    reserve = pb.ReserveRequest(namespace=INFO.fingerprint, keys=JOINED, block_bytes=size)
     refused(INVALID, words, lambda: evil.stub.Reserve(reserve))
     refused(INVALID, words, lambda: evil.stub.Put(iter([header(evil, block_bytes=size)])))
 
@@ -57,7 +55,6 @@ def test_a_parent_of_the_wrong_length_is_refused(evil: Raw, refused: Callable[..
         keys=b"".join(NEW),
         parent=bytes(31),
         block_bytes=BLOCK_BYTES,
-        session=evil.session,
     )
     refused(INVALID, words, lambda: evil.stub.Reserve(reserve))
     put = [header(evil, parent=bytes(31), keys=b"".join(NEW)), *body(NEW)]
@@ -145,7 +142,7 @@ def test_a_wrong_commit_changes_nothing_and_can_be_made_again(
     fields, words = WRONG_COMMITS[case]
     keys = chain(case, 3)
     lease = evil.reserve(INFO, keys).lease
-    ids = {"session": evil.session, "lease": lease}
+    ids = {"lease": lease}
     refused(INVALID, words, lambda: evil.stub.Commit(pb.CommitRequest(**ids, **fields)))
     assert evil.lookup(INFO, keys, lease_ms=0).present == 0
     assert evil.stub.Commit(pb.CommitRequest(**ids, failed=[2])).committed == 2
@@ -154,7 +151,7 @@ def test_a_wrong_commit_changes_nothing_and_can_be_made_again(
 
 def test_a_lease_can_be_committed_once(evil: Raw, refused: Callable[..., None]) -> None:
     lease = evil.reserve(INFO, chain("once", 1)).lease
-    ids = {"session": evil.session, "lease": lease}
+    ids = {"lease": lease}
     assert evil.stub.Commit(pb.CommitRequest(**ids)).committed == 1
     words = "has expired, was released, or never existed"
     refused(NOT_FOUND, words, lambda: evil.stub.Commit(pb.CommitRequest(**ids)))
@@ -168,7 +165,7 @@ def test_a_server_that_verifies_always_takes_no_commit_without_checksums(folder:
     ):
         client.open(INFO)
         lease = client.reserve(INFO, KEYS).lease
-        ids = {"session": client.session, "lease": lease}
+        ids = {"lease": lease}
         with pytest.raises(grpc.RpcError, match="commit needs checksums") as caught:
             client.stub.Commit(pb.CommitRequest(**ids))
         assert caught.value.code() is PRECONDITION
@@ -184,10 +181,9 @@ def test_blocks_that_follow_themselves_do_not_stop_the_server(evil: Raw) -> None
             keys=key,
             parent=parent,
             block_bytes=BLOCK_BYTES,
-            session=evil.session,
         )
         lease = evil.stub.Reserve(request).lease
-        evil.stub.Commit(pb.CommitRequest(session=evil.session, lease=lease), timeout=5.0)
+        evil.stub.Commit(pb.CommitRequest(lease=lease))
     assert evil.lookup(INFO, NEW, lease_ms=0).present == 2
     evil.stub.Clear(pb.ClearRequest(), timeout=5.0)
     assert evil.lookup(INFO, NEW, lease_ms=0).present == 0
@@ -203,7 +199,6 @@ def test_a_key_that_comes_twice_in_a_store_is_refused(
         keys=b"".join([NEW[0], NEW[1]] if parent else [NEW[0], NEW[1], NEW[0]]),
         parent=parent,
         block_bytes=BLOCK_BYTES,
-        session=evil.session,
     )
     with pytest.raises(grpc.RpcError, match="the same key twice") as refused:
         evil.stub.Reserve(request)
@@ -216,10 +211,10 @@ def test_a_key_that_comes_twice_in_a_lookup_is_found_twice(
 ) -> None:
     keys = chain("twice", 2)
     answer = evil.reserve(INFO, keys)
-    evil.stub.Commit(pb.CommitRequest(session=evil.session, lease=answer.lease))
+    evil.stub.Commit(pb.CommitRequest(lease=answer.lease))
     assert evil.lookup(INFO, keys * 2, lease_ms=0).present == 4
     lease = evil.lookup(INFO, keys * 2).lease
-    evil.stub.Release(pb.ReleaseRequest(session=evil.session, leases=[lease] * 3))
+    evil.stub.Release(pb.ReleaseRequest(leases=[lease] * 3))
     assert control(watcher) == NOTHING_HELD
 
 

@@ -3,9 +3,10 @@
 isort:skip_file
 The wire contract of kvstore, version 1.
 
-A client attaches (one long-lived stream: its session), opens a namespace, and then looks up,
-loads and stores blocks. Control is here; tensors go through shared memory when the client
-can map the server's arena, and through Put and Get when it can't.
+A client has one long-lived stream, its session, and makes the calls that have to be fast on it.
+It opens a namespace, and then looks up, loads and stores blocks. Control is here; tensors go
+through shared memory when the client can map the server's arena, and through Put and Get when
+it can't.
 
 Rules that hold everywhere
  - A key is 32 bytes. Ordered lists of keys travel as one `bytes`, the keys joined, because
@@ -139,7 +140,140 @@ SKIP_REASON_DISPLACES_MORE: SkipReason.ValueType  # 8
 Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
 
 @_typing.final
+class SessionRequest(_message.Message):
+    """The first message of a session is an attach; then come calls, as many at a time as the client
+    likes. The server may answer them in another order: a lookup that waits for Redis holds up no
+    other call.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """the client's choice; comes back with the answer"""
+    @_builtins.property
+    def attach(self) -> Global___AttachRequest: ...
+    @_builtins.property
+    def lookup(self) -> Global___LookupRequest: ...
+    @_builtins.property
+    def reserve(self) -> Global___ReserveRequest: ...
+    @_builtins.property
+    def commit(self) -> Global___CommitRequest: ...
+    @_builtins.property
+    def abort(self) -> Global___AbortRequest: ...
+    @_builtins.property
+    def release(self) -> Global___ReleaseRequest: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        attach: Global___AttachRequest | None = ...,
+        lookup: Global___LookupRequest | None = ...,
+        reserve: Global___ReserveRequest | None = ...,
+        commit: Global___CommitRequest | None = ...,
+        abort: Global___AbortRequest | None = ...,
+        release: Global___ReleaseRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "call", b"call", "commit", b"commit", "lookup", b"lookup", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "call", b"call", "commit", b"commit", "id", b"id", "lookup", b"lookup", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["attach", "lookup", "reserve", "commit", "abort", "release"]  # noqa: Y015
+    _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
+
+Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Error:
+        """this call failed; the session goes on"""
+
+    @_builtins.property
+    def attach(self) -> Global___AttachResponse: ...
+    @_builtins.property
+    def lookup(self) -> Global___LookupResponse: ...
+    @_builtins.property
+    def reserve(self) -> Global___ReserveResponse: ...
+    @_builtins.property
+    def commit(self) -> Global___CommitResponse: ...
+    @_builtins.property
+    def abort(self) -> Global___AbortResponse: ...
+    @_builtins.property
+    def release(self) -> Global___ReleaseResponse: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        error: Global___Error | None = ...,
+        attach: Global___AttachResponse | None = ...,
+        lookup: Global___LookupResponse | None = ...,
+        reserve: Global___ReserveResponse | None = ...,
+        commit: Global___CommitResponse | None = ...,
+        abort: Global___AbortResponse | None = ...,
+        release: Global___ReleaseResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "answer", b"answer", "attach", b"attach", "commit", b"commit", "error", b"error", "lookup", b"lookup", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "answer", b"answer", "attach", b"attach", "commit", b"commit", "error", b"error", "id", b"id", "lookup", b"lookup", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["error", "attach", "lookup", "reserve", "commit", "abort", "release"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class Error(_message.Message):
+    """What a call of its own would have ended with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    code: _builtins.int
+    """gRPC's number of the status code"""
+    name: _builtins.str
+    """the error's class in kvstore.errors, since several share a code"""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        code: _builtins.int = ...,
+        name: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Error: _TypeAlias = Error  # noqa: Y015
+
+@_typing.final
 class AttachRequest(_message.Message):
+    """Asks to open a session; the first message of its stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENT_FIELD_NUMBER: _builtins.int
@@ -284,11 +418,14 @@ Global___Slot: _TypeAlias = Slot  # noqa: Y015
 
 @_typing.final
 class LookupRequest(_message.Message):
+    """Asks for the longest run of present blocks from the start of `keys`, and why the next one is
+    absent. With `lease_ms` above 0, the run is pinned: its blocks stay until released or expired.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
@@ -296,8 +433,6 @@ class LookupRequest(_message.Message):
     NEAR_ONLY_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     keys: _builtins.bytes
-    session: _builtins.int
-    """needed only with a lease"""
     lease_ms: _builtins.int
     """0: look, and pin nothing"""
     first: _builtins.int
@@ -309,13 +444,14 @@ class LookupRequest(_message.Message):
     near_only: _builtins.bool
     """Don't ask Redis: what it has would not be loaded."""
     @_builtins.property
-    def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """leases to end first; see ReleaseRequest"""
+
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
-        session: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         release: _abc.Iterable[_builtins.int] | None = ...,
         first: _builtins.int = ...,
@@ -324,7 +460,7 @@ class LookupRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "first", b"first", "keys", b"keys", "lease_ms", b"lease_ms", "namespace", b"namespace", "near_only", b"near_only", "release", b"release", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "first", b"first", "keys", b"keys", "lease_ms", b"lease_ms", "namespace", b"namespace", "near_only", b"near_only", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,22 +612,23 @@ Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
+    """Ends leases. Unknown ones are ignored: they have ended already. A load needs no release of its
+    own: LookupRequest and ReserveRequest carry them too.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
     @_builtins.property
     def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
         leases: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,13 +651,16 @@ Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
 class ReserveRequest(_message.Message):
+    """Asks for slots to store blocks in. Each key gets a slot, or the reason why not. Slots are
+    invisible to lookups until committed, and return to the pool when the lease ends.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     keys: _builtins.bytes
@@ -528,9 +668,10 @@ class ReserveRequest(_message.Message):
     """the block before keys[0]; empty when keys[0] is the first"""
     block_bytes: _builtins.int
     """must be the namespace's"""
-    session: _builtins.int
     @_builtins.property
-    def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """leases to end first; see ReleaseRequest"""
+
     def __init__(
         self,
         *,
@@ -538,12 +679,11 @@ class ReserveRequest(_message.Message):
         keys: _builtins.bytes = ...,
         parent: _builtins.bytes = ...,
         block_bytes: _builtins.int = ...,
-        session: _builtins.int = ...,
         release: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "keys", b"keys", "namespace", b"namespace", "parent", b"parent", "release", b"release", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "keys", b"keys", "namespace", b"namespace", "parent", b"parent", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,13 +750,13 @@ Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
+    """Makes reserved blocks visible, after their bytes are in place."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
     lease: _builtins.int
     checksums: _builtins.bytes
     """For each reserved slot in order, 8 bytes little-endian xxh3-64 of its bytes. Optional,
@@ -629,14 +769,13 @@ class CommitRequest(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
         lease: _builtins.int = ...,
         checksums: _builtins.bytes = ...,
         failed: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "failed", b"failed", "lease", b"lease", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "failed", b"failed", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,21 +802,20 @@ Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
+    """Gives reserved slots back."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
     lease: _builtins.int
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
         lease: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

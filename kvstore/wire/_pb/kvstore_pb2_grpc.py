@@ -34,45 +34,20 @@ class KVStoreStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.unary_stream(
-                '/kvstore.v1.KVStore/Attach',
-                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AttachRequest.SerializeToString,
-                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AttachResponse.FromString,
+        self.Session = channel.stream_stream(
+                '/kvstore.v1.KVStore/Session',
+                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.SessionRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.SessionResponse.FromString,
                 _registered_method=True)
         self.OpenNamespace = channel.unary_unary(
                 '/kvstore.v1.KVStore/OpenNamespace',
                 request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.OpenNamespaceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.OpenNamespaceResponse.FromString,
                 _registered_method=True)
-        self.Lookup = channel.unary_unary(
-                '/kvstore.v1.KVStore/Lookup',
-                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.LookupRequest.SerializeToString,
-                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.LookupResponse.FromString,
-                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/kvstore.v1.KVStore/Fetch',
                 request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.FetchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.FetchResponse.FromString,
-                _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/kvstore.v1.KVStore/Release',
-                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReleaseResponse.FromString,
-                _registered_method=True)
-        self.Reserve = channel.unary_unary(
-                '/kvstore.v1.KVStore/Reserve',
-                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReserveResponse.FromString,
-                _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/kvstore.v1.KVStore/Commit',
-                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.CommitRequest.SerializeToString,
-                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.CommitResponse.FromString,
-                _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/kvstore.v1.KVStore/Abort',
-                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AbortRequest.SerializeToString,
-                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.Put = channel.stream_unary(
                 '/kvstore.v1.KVStore/Put',
@@ -114,10 +89,10 @@ class KVStoreStub:
 class KVStoreServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Attach(self, request, context):
-        """Keeps a client's session open. The server answers one message at once and then none; the
-        session ends when the stream does, which the kernel sees to when the client's process dies.
-        Ending a session releases all its leases.
+    def Session(self, request_iterator, context):
+        """A client's session, and its calls: a call on a stream that is open costs less than half of
+        one that has to be opened first. The session lives as long as the stream, which the kernel
+        ends when the client's process dies; its end releases all its leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,47 +106,9 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Lookup(self, request, context):
-        """The longest run of present blocks from the start of `keys`, and why the next one is absent.
-        With `lease_ms` above 0, the run is pinned: its blocks stay until released or expired.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Fetch(self, request, context):
         """Brings leased blocks into the arena and reports each one as it becomes readable, in no
         particular order. Blocks that were resident at lookup need no Fetch.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Release(self, request, context):
-        """Ends leases. Unknown ones are ignored: they have ended already. A load needs no Release of
-        its own: LookupRequest and ReserveRequest carry them too.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Reserve(self, request, context):
-        """Asks for slots to store blocks in. Each key gets a slot, or the reason why not. Slots are
-        invisible to lookups until committed, and return to the pool when the lease ends.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Commit(self, request, context):
-        """Makes reserved blocks visible, after their bytes are in place.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Abort(self, request, context):
-        """Gives reserved slots back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,45 +176,20 @@ class KVStoreServicer:
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.unary_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AttachRequest.FromString,
-                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AttachResponse.SerializeToString,
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.SessionRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.SessionResponse.SerializeToString,
             ),
             'OpenNamespace': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenNamespace,
                     request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.OpenNamespaceRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.OpenNamespaceResponse.SerializeToString,
             ),
-            'Lookup': grpc.unary_unary_rpc_method_handler(
-                    servicer.Lookup,
-                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.LookupRequest.FromString,
-                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.LookupResponse.SerializeToString,
-            ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
                     request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.FetchRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.FetchResponse.SerializeToString,
-            ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReleaseRequest.FromString,
-                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReleaseResponse.SerializeToString,
-            ),
-            'Reserve': grpc.unary_unary_rpc_method_handler(
-                    servicer.Reserve,
-                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReserveRequest.FromString,
-                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReserveResponse.SerializeToString,
-            ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.CommitRequest.FromString,
-                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.CommitResponse.SerializeToString,
-            ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AbortRequest.FromString,
-                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AbortResponse.SerializeToString,
             ),
             'Put': grpc.stream_unary_rpc_method_handler(
                     servicer.Put,
@@ -326,7 +238,7 @@ class KVStore:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Attach(request,
+    def Session(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -336,12 +248,12 @@ class KVStore:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/kvstore.v1.KVStore/Attach',
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AttachRequest.SerializeToString,
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AttachResponse.FromString,
+            '/kvstore.v1.KVStore/Session',
+            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.SessionRequest.SerializeToString,
+            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -380,33 +292,6 @@ class KVStore:
             _registered_method=True)
 
     @staticmethod
-    def Lookup(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Lookup',
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.LookupRequest.SerializeToString,
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.LookupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Fetch(request,
             target,
             options=(),
@@ -423,114 +308,6 @@ class KVStore:
             '/kvstore.v1.KVStore/Fetch',
             kvstore_dot_wire_dot___pb_dot_kvstore__pb2.FetchRequest.SerializeToString,
             kvstore_dot_wire_dot___pb_dot_kvstore__pb2.FetchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Release',
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Reserve(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Reserve',
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReserveRequest.SerializeToString,
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReserveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Commit(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Commit',
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.CommitRequest.SerializeToString,
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.CommitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Abort',
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AbortRequest.SerializeToString,
-            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

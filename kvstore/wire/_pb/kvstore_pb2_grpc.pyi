@@ -3,9 +3,10 @@
 isort:skip_file
 The wire contract of kvstore, version 1.
 
-A client attaches (one long-lived stream: its session), opens a namespace, and then looks up,
-loads and stores blocks. Control is here; tensors go through shared memory when the client
-can map the server's arena, and through Put and Get when it can't.
+A client has one long-lived stream, its session, and makes the calls that have to be fast on it.
+It opens a namespace, and then looks up, loads and stores blocks. Control is here; tensors go
+through shared memory when the client can map the server's arena, and through Put and Get when
+it can't.
 
 Rules that hold everywhere
  - A key is 32 bytes. Ordered lists of keys travel as one `bytes`, the keys joined, because
@@ -51,35 +52,19 @@ class KVStoreStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVStoreAsyncStub: ...
-    Attach: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.AttachRequest, _kvstore_pb2.AttachResponse]
-    """Keeps a client's session open. The server answers one message at once and then none; the
-    session ends when the stream does, which the kernel sees to when the client's process dies.
-    Ending a session releases all its leases.
+    Session: _grpc.StreamStreamMultiCallable[_kvstore_pb2.SessionRequest, _kvstore_pb2.SessionResponse]
+    """A client's session, and its calls: a call on a stream that is open costs less than half of
+    one that has to be opened first. The session lives as long as the stream, which the kernel
+    ends when the client's process dies; its end releases all its leases.
     """
     OpenNamespace: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.OpenNamespaceRequest, _kvstore_pb2.OpenNamespaceResponse]
     """Declares what a namespace's blocks look like. Opening it again is free; with another block
     size it is FAILED_PRECONDITION.
     """
-    Lookup: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]
-    """The longest run of present blocks from the start of `keys`, and why the next one is absent.
-    With `lease_ms` above 0, the run is pinned: its blocks stay until released or expired.
-    """
     Fetch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.FetchRequest, _kvstore_pb2.FetchResponse]
     """Brings leased blocks into the arena and reports each one as it becomes readable, in no
     particular order. Blocks that were resident at lookup need no Fetch.
     """
-    Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]
-    """Ends leases. Unknown ones are ignored: they have ended already. A load needs no Release of
-    its own: LookupRequest and ReserveRequest carry them too.
-    """
-    Reserve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]
-    """Asks for slots to store blocks in. Each key gets a slot, or the reason why not. Slots are
-    invisible to lookups until committed, and return to the pool when the lease ends.
-    """
-    Commit: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]
-    """Makes reserved blocks visible, after their bytes are in place."""
-    Abort: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.AbortRequest, _kvstore_pb2.AbortResponse]
-    """Gives reserved slots back."""
     Put: _grpc.StreamUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]
     """Stores blocks for a client that can't map the arena: one `PutHeader`, then the blocks'
     bytes in order, cut into chunks. Blocks that the server doesn't want are sent all the same;
@@ -115,35 +100,19 @@ class KVStoreStub:
 @_typing.type_check_only
 class KVStoreAsyncStub(KVStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Attach: _aio.UnaryStreamMultiCallable[_kvstore_pb2.AttachRequest, _kvstore_pb2.AttachResponse]  # type: ignore[assignment]
-    """Keeps a client's session open. The server answers one message at once and then none; the
-    session ends when the stream does, which the kernel sees to when the client's process dies.
-    Ending a session releases all its leases.
+    Session: _aio.StreamStreamMultiCallable[_kvstore_pb2.SessionRequest, _kvstore_pb2.SessionResponse]  # type: ignore[assignment]
+    """A client's session, and its calls: a call on a stream that is open costs less than half of
+    one that has to be opened first. The session lives as long as the stream, which the kernel
+    ends when the client's process dies; its end releases all its leases.
     """
     OpenNamespace: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.OpenNamespaceRequest, _kvstore_pb2.OpenNamespaceResponse]  # type: ignore[assignment]
     """Declares what a namespace's blocks look like. Opening it again is free; with another block
     size it is FAILED_PRECONDITION.
     """
-    Lookup: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]  # type: ignore[assignment]
-    """The longest run of present blocks from the start of `keys`, and why the next one is absent.
-    With `lease_ms` above 0, the run is pinned: its blocks stay until released or expired.
-    """
     Fetch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.FetchRequest, _kvstore_pb2.FetchResponse]  # type: ignore[assignment]
     """Brings leased blocks into the arena and reports each one as it becomes readable, in no
     particular order. Blocks that were resident at lookup need no Fetch.
     """
-    Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Ends leases. Unknown ones are ignored: they have ended already. A load needs no Release of
-    its own: LookupRequest and ReserveRequest carry them too.
-    """
-    Reserve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Asks for slots to store blocks in. Each key gets a slot, or the reason why not. Slots are
-    invisible to lookups until committed, and return to the pool when the lease ends.
-    """
-    Commit: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]  # type: ignore[assignment]
-    """Makes reserved blocks visible, after their bytes are in place."""
-    Abort: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.AbortRequest, _kvstore_pb2.AbortResponse]  # type: ignore[assignment]
-    """Gives reserved slots back."""
     Put: _aio.StreamUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]  # type: ignore[assignment]
     """Stores blocks for a client that can't map the arena: one `PutHeader`, then the blocks'
     bytes in order, cut into chunks. Blocks that the server doesn't want are sent all the same;
@@ -178,14 +147,14 @@ class KVStoreAsyncStub(KVStoreStub):
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
-    def Attach(
+    def Session(
         self,
-        request: _kvstore_pb2.AttachRequest,
+        request_iterator: _MaybeAsyncIterator[_kvstore_pb2.SessionRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.AttachResponse], _abc.AsyncIterator[_kvstore_pb2.AttachResponse]]:
-        """Keeps a client's session open. The server answers one message at once and then none; the
-        session ends when the stream does, which the kernel sees to when the client's process dies.
-        Ending a session releases all its leases.
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.SessionResponse], _abc.AsyncIterator[_kvstore_pb2.SessionResponse]]:
+        """A client's session, and its calls: a call on a stream that is open costs less than half of
+        one that has to be opened first. The session lives as long as the stream, which the kernel
+        ends when the client's process dies; its end releases all its leases.
         """
 
     @_abc_1.abstractmethod
@@ -199,16 +168,6 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Lookup(
-        self,
-        request: _kvstore_pb2.LookupRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.LookupResponse, _abc.Awaitable[_kvstore_pb2.LookupResponse]]:
-        """The longest run of present blocks from the start of `keys`, and why the next one is absent.
-        With `lease_ms` above 0, the run is pinned: its blocks stay until released or expired.
-        """
-
-    @_abc_1.abstractmethod
     def Fetch(
         self,
         request: _kvstore_pb2.FetchRequest,
@@ -217,42 +176,6 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         """Brings leased blocks into the arena and reports each one as it becomes readable, in no
         particular order. Blocks that were resident at lookup need no Fetch.
         """
-
-    @_abc_1.abstractmethod
-    def Release(
-        self,
-        request: _kvstore_pb2.ReleaseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.ReleaseResponse, _abc.Awaitable[_kvstore_pb2.ReleaseResponse]]:
-        """Ends leases. Unknown ones are ignored: they have ended already. A load needs no Release of
-        its own: LookupRequest and ReserveRequest carry them too.
-        """
-
-    @_abc_1.abstractmethod
-    def Reserve(
-        self,
-        request: _kvstore_pb2.ReserveRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.ReserveResponse, _abc.Awaitable[_kvstore_pb2.ReserveResponse]]:
-        """Asks for slots to store blocks in. Each key gets a slot, or the reason why not. Slots are
-        invisible to lookups until committed, and return to the pool when the lease ends.
-        """
-
-    @_abc_1.abstractmethod
-    def Commit(
-        self,
-        request: _kvstore_pb2.CommitRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.CommitResponse, _abc.Awaitable[_kvstore_pb2.CommitResponse]]:
-        """Makes reserved blocks visible, after their bytes are in place."""
-
-    @_abc_1.abstractmethod
-    def Abort(
-        self,
-        request: _kvstore_pb2.AbortRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.AbortResponse, _abc.Awaitable[_kvstore_pb2.AbortResponse]]:
-        """Gives reserved slots back."""
 
     @_abc_1.abstractmethod
     def Put(
