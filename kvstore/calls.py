@@ -17,6 +17,8 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
+from google.protobuf.message import DecodeError
+
 from kvstore import errors
 from kvstore.leases import LeaseId, SessionId
 from kvstore.store import Store
@@ -58,7 +60,11 @@ class Calls:
         self._lookups: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Answers until the client ends the stream. Cancel it when the stream breaks."""
+        """Answers until the client ends the stream. Cancel it when the stream breaks.
+
+        Raises:
+            InvalidRequest: what came is no message.
+        """
         try:
             async for request in requests:
                 if request.WhichOneof("call") == "lookup":
@@ -68,14 +74,18 @@ class Calls:
                     task.add_done_callback(self._looked_up)
                 else:
                     await self._answer(request)
-        finally:
-            for task in self._lookups:
-                task.cancel()
+        except DecodeError as error:
+            raise errors.InvalidRequest("Session: bytes that are no message") from error
 
     async def finish(self, timeout_s: float) -> None:
         """Waits for the calls under way, no longer than so many seconds."""
         if self._lookups:
             await asyncio.wait(self._lookups, timeout=timeout_s)
+
+    def cancel(self) -> None:
+        """Gives up the calls under way."""
+        for task in self._lookups:
+            task.cancel()
 
     def _looked_up(self, task: asyncio.Task[None]) -> None:
         self._lookups.discard(task)
