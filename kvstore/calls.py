@@ -67,7 +67,8 @@ class Calls:
         """
         try:
             async for request in requests:
-                if request.WhichOneof("call") == "lookup":
+                # Without a remote tier a lookup never waits, and needs no task of its own.
+                if self._store.remote is not None and request.WhichOneof("call") == "lookup":
                     await self._room.acquire()
                     task = asyncio.create_task(self._answer(request))
                     self._lookups.add(task)
@@ -137,7 +138,7 @@ class Calls:
             raise errors.InvalidRequest(f"lease_ms: {request.lease_ms} is negative")
         self._release(request.release)
         found = await self._store.lookup(fingerprint, keys, self._session, request.lease_ms / 1000)
-        resident = [block for block in found.blocks if block is not None]
+        resident = list(filter(None, found.blocks))
         runs = found.runs
         return pb.LookupResponse(
             present=len(found.blocks),

@@ -41,9 +41,10 @@ numbers
   empty_unary_ms         the empty call, opened for itself
   empty_call_ms          the empty call, on the session's stream
   lookup_512_ms          the lookup, in the smallest index
-  lookup_512_over_empty  the one over the other: how much a lookup is beside the bare call
+  lookup_512_over_empty  the lookup over the empty unary call
+  lookup_512_over_empty_call  the lookup over the empty call: how much it is beside the bare call
   lookup_512_ms_by_index the lookup, by how many blocks are in the index
-  empty_call_ms_by_index the empty calls that were made in turns with those
+  empty_unary_ms_by_index, empty_call_ms_by_index  the empty calls made in turns with those
   index_bytes_per_block  how much the server's memory grew for each block, beside the arena
   hash_128k_ms           naming the blocks of 131,072 tokens, by tokens a block
 """
@@ -163,8 +164,10 @@ def measure_calls(scale: Scale) -> dict[str, Any]:
         "empty_unary_ms": unaries[first],
         "empty_call_ms": empties[first],
         "lookup_512_ms": lookups[first],
-        "lookup_512_over_empty": lookups[first] / empties[first],
+        "lookup_512_over_empty": lookups[first] / unaries[first],
+        "lookup_512_over_empty_call": lookups[first] / empties[first],
         "lookup_512_ms_by_index": lookups,
+        "empty_unary_ms_by_index": unaries,
         "empty_call_ms_by_index": empties,
         "index_bytes_per_block": grown_bytes / (len(chains) * KEYS),
     }
