@@ -17,6 +17,8 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
+from google.protobuf.message import DecodeError
+
 from kvstore import errors
 from kvstore.leases import LeaseId, SessionId
 from kvstore.store import Store
@@ -59,24 +61,33 @@ class Calls:
         self._lookups: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Answers until the client ends the stream. Cancel it when the stream breaks."""
+        """Answers until the client ends the stream. Cancel it when the stream breaks.
+
+        Raises:
+            InvalidRequest: what came is no message.
+        """
         try:
             async for request in requests:
-                if request.WhichOneof("call") == "lookup":
+                # Without a remote tier a lookup never waits, and needs no task of its own.
+                if self._store.remote is not None and request.WhichOneof("call") == "lookup":
                     await self._room.acquire()
                     task = asyncio.create_task(self._answer(request))
                     self._lookups.add(task)
                     task.add_done_callback(self._looked_up)
                 else:
                     await self._answer(request)
-        finally:
-            for task in self._lookups:
-                task.cancel()
+        except DecodeError as error:
+            raise errors.InvalidRequest("Session: bytes that are no message") from error
 
     async def finish(self, timeout_s: float) -> None:
         """Waits for the calls under way, no longer than so many seconds."""
         if self._lookups:
             await asyncio.wait(self._lookups, timeout=timeout_s)
+
+    def cancel(self) -> None:
+        """Gives up the calls under way."""
+        for task in self._lookups:
+            task.cancel()
 
     def _looked_up(self, task: asyncio.Task[None]) -> None:
         self._lookups.discard(task)
@@ -132,7 +143,7 @@ class Calls:
         found = await self._store.lookup(
             fingerprint, keys, self._session, request.lease_ms / 1000, request.near_only
         )
-        resident = [block for block in found.blocks if block is not None]
+        resident = list(filter(None, found.blocks))
         outlook = None
         if not request.again:
             known = self._store.outlook(fingerprint, keys, request.first, found)

@@ -95,12 +95,10 @@ class Namespace:
 
     def longest_prefix(self, keys: Sequence[BlockKey]) -> list[Block]:
         """The blocks of the longest run of present keys from the start of `keys`."""
-        run = []
-        for block in map(self._blocks.get, keys):
-            if block is None:
-                break
-            run.append(block)
-        return run
+        blocks = list(map(self._blocks.get, keys))
+        if None in blocks:
+            del blocks[blocks.index(None) :]
+        return blocks  # type: ignore[return-value]  # no None is left
 
     def begin(self, block: Block) -> None:
         """Notes a block as being stored: lookups don't see it, and its parent stays meanwhile."""

@@ -108,23 +108,21 @@ class Service(pb_grpc.KVStoreServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> None:
         self.calls["Session"] += 1
-        first = await anext(request_iterator, None)
-        if first is None or first.WhichOneof("call") != "attach":
-            wrong = errors.InvalidRequest("Session: the first message must be an attach")
-            await context.abort(code_of(wrong), str(wrong), metadata_of(wrong))
-            raise AssertionError("abort raises")
+        session = None
         try:
+            first = await anext(request_iterator, None)
+            if first is None or first.WhichOneof("call") != "attach":
+                raise errors.InvalidRequest("Session: the first message must be an attach")
             session = self._store.leases.open_session(first.attach.client[:NAME_CHARS_MAX])
-        except errors.TooMany as error:
-            await context.abort(code_of(error), str(error), metadata_of(error))
-            raise AssertionError("abort raises") from error
-        try:
             await context.write(pb.SessionResponse(id=first.id, attach=self._welcome(session)))
             calls = Calls(self._store, session, context.write, self.calls)
             await self._serve(calls, request_iterator)
+        except errors.KVStoreError as error:
+            await context.abort(code_of(error), str(error), metadata_of(error))
         finally:
-            self._store.close_session(session)
-            self._board.forget_engine(session)
+            if session is not None:
+                self._store.close_session(session)
+                self._board.forget_engine(session)
 
     def _welcome(self, session: SessionId) -> pb.AttachResponse:
         return pb.AttachResponse(
@@ -144,7 +142,10 @@ class Service(pb_grpc.KVStoreServicer):
         try:
             await asyncio.wait((serving, closing), return_when=asyncio.FIRST_COMPLETED)
             await calls.finish(FIND_TIMEOUT_S)
+            if serving.done():
+                serving.result()
         finally:
+            calls.cancel()
             for task in (serving, closing):
                 task.cancel()
             await asyncio.gather(serving, closing, return_exceptions=True)

@@ -65,7 +65,7 @@ def join_keys(keys: Sequence[BlockKey]) -> bytes:
         InvalidRequest: a key has another length, or there are too many.
     """
     joined = b"".join(keys)
-    if len(joined) != len(keys) * KEY_BYTES or any(len(key) != KEY_BYTES for key in keys):
+    if keys and {*map(len, keys)} != {KEY_BYTES}:
         raise InvalidRequest(f"every key has {KEY_BYTES} bytes")
     if len(keys) > KEYS_MAX:
         raise InvalidRequest(f"{len(keys)} keys; a request has 1 to {KEYS_MAX}")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,31 +20,31 @@ from typing import Any
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import grpc
 import numpy as np
 from rich.table import Table
 
 from engine.hashing import block_keys
 from kvstore.client import Namespace, Store, connect
+from kvstore.client.connection import CALL_TIMEOUT_S, Connection
 from kvstore.testing import ServerProcess
 from kvstore.types import BlockKey, Fingerprint, NamespaceInfo
 from kvstore.wire._pb import kvstore_pb2 as pb
-from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
-from kvstore.wire.limits import CHANNEL_OPTIONS
 from scripts.bench import common
 
 HELP = """\
 A lookup here is what an engine does for each request: `Namespace.lookup` of 512 keys that are
-all present, with a lease; the release of the one before rides on it. The empty call is a Release
-without leases to the same server over the same kind of connection (a unix socket). They are made
-in turns, and the numbers are medians.
+all present, with a lease; the release of the one before rides on it. The empty call is a release
+without leases on the same stream; the empty unary call is OpenNamespace of an open namespace, on
+the same connection (a unix socket). They are made in turns, and the numbers are medians.
 
 numbers
-  empty_unary_ms         the empty call
+  empty_unary_ms         the empty call, opened for itself
+  empty_call_ms          the empty call, on the session's stream
   lookup_512_ms          the lookup, in the smallest index
-  lookup_512_over_empty  the one over the other: how much a lookup is beside the bare call
+  lookup_512_over_empty  the lookup over the empty unary call
+  lookup_512_over_empty_call  the lookup over the empty call: how much it is beside the bare call
   lookup_512_ms_by_index the lookup, by how many blocks are in the index
-  empty_unary_ms_by_index  the empty calls that were made in turns with those
+  empty_unary_ms_by_index, empty_call_ms_by_index  the empty calls made in turns with those
   index_bytes_per_block  how much the server's memory grew for each block, beside the arena
   hash_128k_ms           naming the blocks of 131,072 tokens, by tokens a block
 """
@@ -96,16 +96,23 @@ def _grow(namespace: Namespace, chains: Chains, blocks: int) -> None:
         chains.append(chain)
 
 
-def _calls(
-    store: Store, stub: pb_grpc.KVStoreStub, chains: Chains, calls: int
-) -> dict[str, Callable[[], float]]:
+def _calls(store: Store, connection: Connection, chains: Chains) -> dict[str, Callable[[], float]]:
     namespace = store.open(INFO)
     chance = random.Random(0)
+    attached = connection.attached
+    assert attached is not None
+    opening = pb.OpenNamespaceRequest(
+        namespace=INFO.fingerprint, block_bytes=BLOCK_BYTES, block_tokens=INFO.block_tokens
+    )
+
+    def unary() -> float:
+        started_s = time.perf_counter()
+        connection.stub.OpenNamespace(opening, timeout=CALL_TIMEOUT_S)
+        return time.perf_counter() - started_s
 
     def empty() -> float:
-        request = pb.ReleaseRequest()
         started_s = time.perf_counter()
-        stub.Release(request)
+        attached.calls.release(pb.ReleaseRequest(), CALL_TIMEOUT_S)
         return time.perf_counter() - started_s
 
     def lookup() -> float:
@@ -117,7 +124,7 @@ def _calls(
         namespace.release(found)
         return spent_s
 
-    return {"empty": empty, "lookup": lookup}
+    return {"unary": unary, "empty": empty, "lookup": lookup}
 
 
 def _memory_bytes(pid: int) -> int:
@@ -132,31 +139,36 @@ def measure_calls(scale: Scale) -> dict[str, Any]:
     """The keys that are about calls."""
     lookups: dict[str, float] = {}
     empties: dict[str, float] = {}
+    unaries: dict[str, float] = {}
     chains: Chains = []
     blocks = scale.index_blocks[-1]
     with (
         _server(blocks) as server,
         connect(f"unix:{server.folder}/kvstore.sock") as store,
-        grpc.insecure_channel(store.target, options=CHANNEL_OPTIONS) as channel,
-        common.progress("calls", len(scale.index_blocks) * scale.calls * 2) as advance,
+        closing(Connection(store.target, share_memory=False, flush=lambda: None)) as connection,
+        common.progress("calls", len(scale.index_blocks) * scale.calls * 3) as advance,
     ):
-        stub = pb_grpc.KVStoreStub(channel)
+        connection.wait_attached(CALL_TIMEOUT_S)
         before_bytes = _memory_bytes(server.pid)
         for size in scale.index_blocks:
             _grow(store.open(INFO), chains, size)
-            cases = _calls(store, stub, chains, scale.calls)
+            cases = _calls(store, connection, chains)
             common.interleaved(cases, max(scale.calls // 10, 10))  # warms up
             times = common.interleaved(cases, scale.calls, advance)
             lookups[str(size)] = statistics.median(times["lookup"]) * 1e3
             empties[str(size)] = statistics.median(times["empty"]) * 1e3
+            unaries[str(size)] = statistics.median(times["unary"]) * 1e3
         grown_bytes = _memory_bytes(server.pid) - before_bytes
     first = str(scale.index_blocks[0])
     return {
-        "empty_unary_ms": empties[first],
+        "empty_unary_ms": unaries[first],
+        "empty_call_ms": empties[first],
         "lookup_512_ms": lookups[first],
-        "lookup_512_over_empty": lookups[first] / empties[first],
+        "lookup_512_over_empty": lookups[first] / unaries[first],
+        "lookup_512_over_empty_call": lookups[first] / empties[first],
         "lookup_512_ms_by_index": lookups,
-        "empty_unary_ms_by_index": empties,
+        "empty_unary_ms_by_index": unaries,
+        "empty_call_ms_by_index": empties,
         "index_bytes_per_block": grown_bytes / (len(chains) * KEYS),
     }
 
@@ -183,7 +195,7 @@ def measure_hashing(rounds: int) -> dict[str, float]:
 
 def _tables(document: dict[str, Any]) -> list[Table]:
     lookups = document["lookup_512_ms_by_index"]
-    empties = document["empty_unary_ms_by_index"]
+    empties = document["empty_call_ms_by_index"]
     calls = common.table(
         f"a lookup of {KEYS} present keys, with a lease",
         ["blocks in the index", "lookup, ms", "empty call, ms", "ratio"],

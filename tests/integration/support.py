@@ -127,9 +127,13 @@ class RawStub(pb_grpc.KVStoreStub):
         sending = iter(self._requests.get, None)
         self.stream = self.Session(sending, wait_for_ready=True)
 
+    def send(self, call: pb.SessionRequest) -> None:
+        """Sends a message; its answer is still to be read."""
+        self._requests.put(call)
+
     def ask(self, call: pb.SessionRequest) -> pb.SessionResponse:
         """Sends a message and reads one."""
-        self._requests.put(call)
+        self.send(call)
         answer: pb.SessionResponse = next(self.stream)
         assert answer.id == call.id
         if answer.HasField("error"):
