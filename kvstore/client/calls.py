@@ -123,6 +123,7 @@ class Calls:
 
     def answered(self, answer: pb.SessionResponse) -> None:
         """Hands an answer to the call that waits for it, if it still does."""
+        self._silent_until_s = 0.0
         waiter = self._waiting.pop(answer.id, None)
         if waiter is not None:
             waiter.answer = answer

@@ -248,6 +248,8 @@ def test_answers_that_come_too_late_are_nobodys_and_leave_nothing_behind(
         kvstore.connect(server.target) as client,
     ):
         namespace = client.open(info_of(name))
+        attached = client._connection.attached
+        assert attached is not None
         prefixes = [chain(f"{name} {number}", number + 1) for number in range(8)]
         for keys in prefixes:
             assert store(namespace, keys).stored == len(keys)
@@ -261,6 +263,7 @@ def test_answers_that_come_too_late_are_nobodys_and_leave_nothing_behind(
             for late_store in stores:
                 assert late_store.result() == Stored(skipped={SkipReason.SERVER_DOWN: 2})
             os.kill(server.pid, signal.SIGCONT)
+            eventually(lambda: not attached.calls.silent)
             # The answers of before come in among those of now.
             for keys, checked in zip(
                 prefixes, pool.map(lambda keys: load(namespace, keys), prefixes), strict=True
