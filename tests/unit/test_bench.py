@@ -14,15 +14,6 @@ from scripts.bench import control_plane, data_plane
 ROOT = Path(__file__).resolve().parents[2]
 SHM_PATHS = {"shm", "shm_threads", "shm_verified"}
 PATHS = {"copy", *SHM_PATHS, "stream", "grpc_bytes", "redis_tier", "redis_py"}
-    "copy",
-    "shm",
-    "shm_threads",
-    "shm_verified",
-    "stream",
-    "grpc_bytes",
-    "redis_tier",
-    "redis_py",
-}
 
 
 def run(*command: str) -> dict:
