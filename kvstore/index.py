@@ -18,6 +18,7 @@ class Block:
     __slots__ = (
         "_children",
         "checksum",
+        "colder",
         "generation",
         "key",
         "namespace",
@@ -26,6 +27,7 @@ class Block:
         "parent_key",
         "pins",
         "touched",
+        "warmer",
     )
 
     def __init__(
@@ -44,6 +46,9 @@ class Block:
         self.checksum: int | None = None
         self.touched = 0
         """When it was last used, as a count of uses; for comparing blocks of different sizes."""
+        self.colder: Block | None = None
+        """Its neighbours in its eviction policy's order: the policy's own."""
+        self.warmer: Block | None = None
 
     @property
     def children(self) -> list[Block]:
