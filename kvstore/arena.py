@@ -113,9 +113,30 @@ class Arena:
         """The number of the slab that the slot at `offset` is in."""
         return (offset - slots.PAGE_BYTES) // self.slab_bytes
 
-    def slab_count(self, payload_bytes: int) -> int:
-        """How many slabs serve this size now."""
-        return sum(1 for slab in self._slabs if slab and slab.payload_bytes == payload_bytes)
+    def place_of(self, offset: int) -> tuple[int, int]:
+        """The slab of the slot at `offset`, and the slot's number in it."""
+        number, within = divmod(offset - slots.PAGE_BYTES, self.slab_bytes)
+        slab = self._slabs[number]
+        assert slab is not None
+        return number, within // slab.stride_bytes
+
+    def in_use(self, number: int) -> bool:
+        """Whether a slab serves a size now."""
+        return self._slabs[number] is not None
+
+    def slot_count(self, number: int) -> int:
+        """How many slots a slab in use has."""
+        slab = self._slabs[number]
+        assert slab is not None
+        return slab.slot_count
+
+    def slabs(self, payload_bytes: int) -> list[int]:
+        """The slabs that serve this size now."""
+        return [
+            number
+            for number, slab in enumerate(self._slabs)
+            if slab and slab.payload_bytes == payload_bytes
+        ]
 
     def allocate(self, payload_bytes: int) -> int | None:
         """The offset of a free slot, now taken; None when no slab has room.

@@ -1,7 +1,7 @@
 """Which blocks are in the arena: key to block, parents, and the longest prefix (D5).
 
-Invariants: a block's `children` counts the blocks in the index, or being stored, whose parent
-it is; a block whose parent is not here waits among the orphans, and is adopted when the parent
+Invariants: a block's `children` are the blocks in the index, or being stored, whose parent it is;
+a block whose parent is not here waits among the orphans, and is adopted when the parent
 comes. Knows nothing of slots' contents, sizes, leases, or of what to evict.
 """
 
@@ -16,8 +16,9 @@ class Block:
     """One block of KV in the arena. Compared and hashed by identity."""
 
     __slots__ = (
+        "_children",
         "checksum",
-        "children",
+        "colder",
         "generation",
         "key",
         "namespace",
@@ -26,6 +27,7 @@ class Block:
         "parent_key",
         "pins",
         "touched",
+        "warmer",
     )
 
     def __init__(
@@ -35,7 +37,7 @@ class Block:
         self.key = key
         self.parent_key = parent_key
         self.parent: Block | None = None
-        self.children = 0
+        self._children: Block | set[Block] | None = None  # mostly one; a set takes 200 bytes
         self.pins = 0
         """Leases and background work that need the block to stay."""
         self.offset = offset
@@ -44,6 +46,34 @@ class Block:
         self.checksum: int | None = None
         self.touched = 0
         """When it was last used, as a count of uses; for comparing blocks of different sizes."""
+        self.colder: Block | None = None
+        """Its neighbours in its eviction policy's order: the policy's own."""
+        self.warmer: Block | None = None
+
+    @property
+    def children(self) -> list[Block]:
+        """The blocks that follow this one directly."""
+        if self._children is None:
+            return []
+        return list(self._children) if isinstance(self._children, set) else [self._children]
+
+    def add_child(self, child: Block) -> None:
+        """Links a block that follows this one."""
+        child.parent = self
+        if self._children is None:
+            self._children = child
+        elif isinstance(self._children, set):
+            self._children.add(child)
+        else:
+            self._children = {self._children, child}
+
+    def remove_child(self, child: Block) -> None:
+        """Unlinks a block that follows this one."""
+        child.parent = None
+        if isinstance(self._children, set) and len(self._children) > 1:
+            self._children.remove(child)
+        else:
+            self._children = None
 
     def ancestors(self) -> list[Block]:
         """The blocks before this one that are linked to it, first block first."""
@@ -58,7 +88,7 @@ class Block:
     @property
     def evictable(self) -> bool:
         """Whether nothing needs the block: no lease, and no block that comes after it."""
-        return self.pins == 0 and self.children == 0
+        return self.pins == 0 and self._children is None
 
 
 class Namespace:
@@ -135,23 +165,18 @@ class Namespace:
     def _link(self, block: Block, parent: Block | None) -> None:
         if parent is None or parent is block or (block.children and block in parent.ancestors()):
             return  # a client made keys up: a hash can't follow itself
-        block.parent = parent
-        parent.children += 1
+        parent.add_child(block)
 
     def _unlink(self, block: Block) -> None:
         if block.parent is not None:
-            block.parent.children -= 1
-            block.parent = None
+            block.parent.remove_child(block)
         elif block.parent_key in self._orphans:
             siblings = self._orphans[block.parent_key]
             if block in siblings:
                 siblings.remove(block)
                 if not siblings:
                     del self._orphans[block.parent_key]
-        if block.children:
-            followers = (*self._blocks.values(), *self._pending.values())
-            for child in [child for child in followers if child.parent is block]:
-                child.parent = None
-                block.children -= 1
-                if child.key in self._blocks:
-                    self._orphans.setdefault(block.key, []).append(child)
+        for child in block.children:
+            block.remove_child(child)
+            if child.key in self._blocks:
+                self._orphans.setdefault(block.key, []).append(child)

@@ -2,7 +2,8 @@
 
 Both load through a `Sink` and store through a `Source`, which copy between a block's bytes and
 wherever the engine wants them, so that a block is copied once on one host. A sink may be given
-bytes that turn out wrong: then the block's outcome says so, and what the sink wrote is void.
+bytes that turn out wrong: then the block's outcome says so, and what the sink wrote is void. With
+`copy_threads` above 1, sinks and sources are called from several threads at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from kvstore import codec, slots
 from kvstore.client.connection import CALL_TIMEOUT_S, Attached
+from kvstore.client.copiers import Copiers
 from kvstore.errors import KVStoreError
 from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason
 from kvstore.wire import convert
@@ -87,8 +89,9 @@ class DataPlane(Protocol):
 class SharedMemoryPlane(DataPlane):
     """Copies in place, in the server's arena."""
 
-    def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub):
+    def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub, copiers: Copiers):
         assert attached.arena is not None
+        self._copiers = copiers
         self._attached = attached
         self._arena = attached.arena
         self._stub = stub
@@ -99,19 +102,23 @@ class SharedMemoryPlane(DataPlane):
     ) -> list[MissReason | None]:  # fmt: skip
         deadline_s = time.monotonic() + timeout_s
         results: list[MissReason | None] = [MissReason.TOO_SLOW] * count
+        here = [index for index in range(first, first + count) if lease.resident[index]]
         slot = sum(lease.resident[:first])
-        absent = []
-        for index in range(first, first + count):
-            if not lease.resident[index]:
-                absent.append(index)
-                continue
-            offset, generation = lease.offsets[slot], lease.generations[slot]
-            slot += 1
-            results[index - first] = self._read(info, lease, index, offset, generation, sink)
+        whole = True
+
+        def read(number: int) -> bool:
+            nonlocal whole
+            index = here[number]
+            where = lease.offsets[slot + number], lease.generations[slot + number]
+            results[index - first] = self._read(info, lease, index, *where, sink)
             if results[index - first] is not None or time.monotonic() > deadline_s:
-                return results  # what follows a lost block is of no use
-        if absent:
-            self._fetch(info, lease, absent[0], first + count, sink, results, deadline_s)
+                whole = False  # what follows a lost block is of no use
+            return whole
+
+        self._copiers.each(len(here), info.block_bytes, read)
+        if whole and len(here) < count:
+            absent = next(i for i in range(first, first + count) if not lease.resident[i])
+            self._fetch(info, lease, absent, first + count, sink, results, deadline_s)
         return results
 
     def _fetch(
@@ -182,21 +189,25 @@ class SharedMemoryPlane(DataPlane):
             for index, answer in enumerate(reserved.answers)
             if answer == pb.ReserveResponse.ANSWER_RESERVED
         ]
+        offsets = list(reserved.slot_offsets)
         failed: list[int] = []
-        checksums = array.array("Q")
+        checksums = array.array("Q", bytes(8 * len(offsets) * self._attached.verify_always))
+
+        def write(slot: int) -> bool:
+            index, offset = positions[slot], offsets[slot]
+            view = slots.payload(self._arena, offset, info.block_bytes)
+            header = slots.read_header(self._arena, offset)
+            # Past the deadline the slot may be another's.
+            if time.monotonic() < deadline_s and header.key == keys[index]:
+                source(index, view)
+            else:
+                failed.append(slot)
+            if self._attached.verify_always:
+                checksums[slot] = codec.checksum(view)
+            return True
+
         try:
-            for slot, (index, offset) in enumerate(
-                zip(positions, reserved.slot_offsets, strict=True)
-            ):
-                view = slots.payload(self._arena, offset, info.block_bytes)
-                header = slots.read_header(self._arena, offset)
-                # Past the deadline the slot may be another's.
-                if time.monotonic() < deadline_s and header.key == keys[index]:
-                    source(index, view)
-                else:
-                    failed.append(slot)
-                if self._attached.verify_always:
-                    checksums.append(codec.checksum(view))
+            self._copiers.each(len(offsets), info.block_bytes, write)
         except BaseException:
             if reserved.lease:
                 abort = pb.AbortRequest(lease=reserved.lease)

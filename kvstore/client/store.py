@@ -19,6 +19,7 @@ from types import TracebackType
 import grpc
 
 from kvstore.client.connection import CALL_TIMEOUT_S, Attached, Connection
+from kvstore.client.copiers import Copiers
 from kvstore.client.planes import (
     DataPlane,
     Lease,
@@ -333,8 +334,12 @@ class _Copying(AbstractContextManager[DataPlane]):
 class Store:
     """A connection to a server. Close it, or use it as a context manager."""
 
-    def __init__(self, target: str, share_memory: bool = True):
+    def __init__(self, target: str, share_memory: bool = True, copy_threads: int = 1):
+        """See `connect`."""
+        if copy_threads < 1:
+            raise InvalidRequest(f"copy_threads: {copy_threads}; the calling thread is the first")
         self.target = target
+        self._copiers = Copiers(copy_threads)
         self._namespaces: dict[bytes, Namespace] = {}
         self._idle = threading.Condition()
         self._copies = 0
@@ -436,6 +441,7 @@ class Store:
         with self._idle:
             self._closing = True
             self._idle.wait_for(lambda: self._copies == 0)
+        self._copiers.close()
         self._connection.close()
 
     def _opened(self, namespace: Namespace) -> Attached:
@@ -461,8 +467,12 @@ class Store:
         """Keeps the session for a copy. Raises _Away when it is not the current one any more."""
         if self._connection.attached is not attached:
             raise _Away
-        plane = SharedMemoryPlane if attached.arena is not None else StreamPlane
-        return _Copying(self, plane(attached, self._stub))
+        plane: DataPlane
+        if attached.arena is not None:
+            plane = SharedMemoryPlane(attached, self._stub, self._copiers)
+        else:
+            plane = StreamPlane(attached, self._stub)
+        return _Copying(self, plane)
 
     def _note(self, call: grpc.RpcError | KVStoreError, namespace: Namespace) -> None:
         """Reacts to a failed call: forgets what the server forgot, raises what is our fault."""
@@ -493,6 +503,7 @@ def connect(
     target: str | None = None,
     *,
     share_memory: bool = True,
+    copy_threads: int = 1,
     wait_s: float = CONNECT_WAIT_S,
     quiet: bool = False,
 ) -> Store:
@@ -500,13 +511,15 @@ def connect(
 
     Waits up to `wait_s` for it. When it is not there, the store is returned all the same: it
     misses until the server appears, and connects by itself. With `share_memory` False, blocks
-    go through streams even on one host. `quiet` is for those beside whom another one warns that
-    the server is not there.
+    go through streams even on one host. With `copy_threads` above 1, so many threads share the
+    copies of a large batch through shared memory, and call its sink or source at the same time:
+    faster where cores would be idle meanwhile, slower for all where an engine computes on them.
+    `quiet` is for those beside whom another one warns that the server is not there.
     """
     if target is None:
         socket = default_state_dir() / "kvstore.sock"
         target = f"unix:{socket}" if socket.exists() else "127.0.0.1:7700"
-    store = Store(target, share_memory)
+    store = Store(target, share_memory, copy_threads)
     if not store.wait_attached(wait_s) and not quiet:
         log.warning("no kvstore server at %s yet; going on without it", target)
     return store

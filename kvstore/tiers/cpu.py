@@ -41,8 +41,12 @@ each move drops a slab's blocks out of order."""
 
 NAMESPACES_MAX = 4096
 
-SLABS_TRIED_MAX = 8
-"""How many slabs are looked at for one that can be emptied; each look walks the whole index."""
+BLOCKS_SAMPLED = 64
+"""How many of a slab's blocks say how warm it is. Choosing a slab must not take longer with more
+blocks: the event loop waits for it."""
+
+BLOCKS_LOOKED_AT_MAX = 16_384
+"""After so many blocks of slabs that can't be emptied, no other slab is tried."""
 
 
 class Answer(Enum):
@@ -93,6 +97,8 @@ class CpuTier(Tier[memoryview]):
         self._on_evicted = on_evicted
         self._uses = 0
         self._aside: set[Block] = set()
+        self._slabs: dict[int, list[Block | None]] = {}
+        """By slab, the block that has each slot: readable, reserved or set aside."""
 
     # -- namespaces
 
@@ -197,6 +203,10 @@ class CpuTier(Tier[memoryview]):
         if offset is None:
             return Answer.NO_SPACE
         block = Block(namespace, key, parent, offset)
+        slab, slot = self.arena.place_of(offset)
+        if slab not in self._slabs:
+            self._slabs[slab] = [None] * self.arena.slot_count(slab)
+        self._slabs[slab][slot] = block
         self.arena.begin(offset, key, namespace.info.block_bytes)
         namespace.begin(block)
         reservation.blocks.append(block)
@@ -213,7 +223,7 @@ class CpuTier(Tier[memoryview]):
     def abort(self, block: Block) -> None:
         """Gives a reserved slot back. Nobody may be writing to it any more."""
         block.namespace.abort(block)
-        self.arena.free(block.offset)
+        self._free(block)
         self.counters.aborted += 1
 
     def set_aside(self, block: Block) -> None:
@@ -223,7 +233,7 @@ class CpuTier(Tier[memoryview]):
 
     def free_aside(self, block: Block) -> None:
         """Frees a slot that was set aside, once nobody can be writing to it."""
-        self.arena.free(block.offset)
+        self._free(block)
         self._aside.remove(block)
 
     @property
@@ -240,7 +250,7 @@ class CpuTier(Tier[memoryview]):
         """Removes a readable, evictable block; its slot is free at once."""
         self._policy(block).remove(block)
         block.namespace.remove(block)
-        self.arena.free(block.offset)
+        self._free(block)
         block.generation = 0
 
     # -- the contract
@@ -382,48 +392,54 @@ class CpuTier(Tier[memoryview]):
         return donor if age > STARVATION_RATIO * max(own_age, 1) else None
 
     def _take_slab(self, block_bytes: int) -> bool:
-        """Empties the coldest slab of this size whose blocks, and all that follow, may go."""
-        blocks = list(self._policy_of(block_bytes).candidates())
-        pending = [
-            block
-            for namespace in self._namespaces.values()
-            if namespace.info.block_bytes == block_bytes
-            for block in namespace.pending
-        ]
-        warmest: dict[int, int] = {}
-        for block in blocks:
-            slab = self.arena.slab_of(block.offset)
-            warmest[slab] = max(warmest.get(slab, 0), block.touched)
-        needed = {self.arena.slab_of(block.offset) for block in blocks if block.pins}
-        needed.update(self.arena.slab_of(block.offset) for block in (*pending, *self._aside))
-        for slab in sorted(warmest.keys() - needed, key=warmest.__getitem__)[:SLABS_TRIED_MAX]:
-            doomed = self._in_or_after(slab, blocks)
-            if any(block.pins for block in doomed) or any(b.parent in doomed for b in pending):
+        """Empties a cold slab of this size whose blocks, and all that follow, may go."""
+        warmth = {slab: _warmth(self._slabs[slab]) for slab in self.arena.slabs(block_bytes)}
+        looked_at = 0
+        for slab in sorted(warmth, key=warmth.__getitem__):
+            if looked_at > BLOCKS_LOOKED_AT_MAX:
+                break
+            looked_at += len(self._slabs[slab])
+            doomed = self._in_or_after(slab)
+            if not doomed:
                 continue
-            while doomed:
-                for block in [block for block in doomed if block.children == 0]:
-                    doomed.discard(block)
-                    self._evict(block)
+            leaves = [block for block in doomed if block.evictable]
+            while leaves:
+                block = leaves.pop()
+                parent = block.parent
+                self._evict(block)
+                if parent in doomed and parent.evictable:
+                    leaves.append(parent)
             self.counters.slabs_moved += 1
             return True
         return False
 
-    def _in_or_after(self, slab: int, blocks: Sequence[Block]) -> set[Block]:
-        """The blocks whose slot is in the slab, and all that follow them."""
-        verdicts: dict[Block, bool] = {}
-        for block in blocks:
-            path = []
-            at: Block | None = block
-            while at is not None and at not in verdicts:
-                path.append(at)
-                at = at.parent
-            verdict = verdicts[at] if at is not None else False
-            for at in reversed(path):
-                verdict = verdict or self.arena.slab_of(at.offset) == slab
-                verdicts[at] = verdict
-        return {block for block in blocks if verdicts[block]}
+    def _in_or_after(self, slab: int) -> set[Block]:
+        """The blocks in the slab, and all that follow them; none when one of them must stay."""
+        doomed: set[Block] = set()
+        found = [block for block in self._slabs[slab] if block is not None]
+        while found:
+            block = found.pop()
+            if block.pins or not block.generation:  # in use, or somebody may be writing to it
+                return set()
+            if block not in doomed:
+                doomed.add(block)
+                found.extend(block.children)
+        return doomed
+
+    def _free(self, block: Block) -> None:
+        slab, slot = self.arena.place_of(block.offset)
+        self._slabs[slab][slot] = None
+        self.arena.free(block.offset)
+        if not self.arena.in_use(slab):
+            del self._slabs[slab]
 
     def _evict(self, block: Block) -> None:
         self.drop(block)
         self.counters.evicted += 1
         self._on_evicted(block)
+
+
+def _warmth(blocks: Sequence[Block | None]) -> int:
+    """The last use of the warmest of a sample of a slab's blocks."""
+    step = -(-len(blocks) // BLOCKS_SAMPLED)
+    return max((block.touched for block in blocks[::step] if block is not None), default=0)

@@ -29,7 +29,7 @@ from kvstore.client.connection import CALL_TIMEOUT_S, Connection
 from kvstore.testing import ServerProcess
 from kvstore.types import BlockKey, Fingerprint, NamespaceInfo
 from kvstore.wire._pb import kvstore_pb2 as pb
-from scripts.bench import common
+from scripts.bench import common, crowd
 
 HELP = """\
 A lookup here is what an engine does for each request: `Namespace.lookup` of 512 keys that are
@@ -46,10 +46,14 @@ numbers
   lookup_512_ms_by_index the lookup, by how many blocks are in the index
   empty_unary_ms_by_index, empty_call_ms_by_index  the empty calls made in turns with those
   index_bytes_per_block  how much the server's memory grew for each block, beside the arena
+  clients                many client processes at once (see scripts/bench/crowd.py): calls a second
+                         of empty calls to a server that does nothing else (bare_per_s), of empty
+                         calls to kvstore's (empty_per_s), of lookups of 32 keys (lookup_per_s)
   hash_128k_ms           naming the blocks of 131,072 tokens, by tokens a block
 """
 
 KEYS = 512
+CROWD_KEYS = 32
 BLOCK_BYTES = 64
 ARENA_BYTES_A_BLOCK = 2 * (BLOCK_BYTES + 64)
 HASH_TOKENS = 131_072
@@ -65,10 +69,14 @@ class Scale:
     """Sizes of the index, growing."""
     calls: int
     hashes: int
+    clients: int
+    rounds: int
+    """Of the clients, each of so many seconds for each kind of call."""
+    span_s: float
 
 
-FULL = Scale((10_000, 100_000, 1_000_000), 1000, 21)
-QUICK = Scale((1_024, 4_096), 60, 3)
+FULL = Scale((10_000, 100_000, 1_000_000), 1000, 21, 16, 5, 2.0)
+QUICK = Scale((1_024, 4_096), 60, 3, 2, 2, 0.2)
 
 Chains = list[list[BlockKey]]
 
@@ -96,35 +104,69 @@ def _grow(namespace: Namespace, chains: Chains, blocks: int) -> None:
         chains.append(chain)
 
 
-def _calls(store: Store, connection: Connection, chains: Chains) -> dict[str, Callable[[], float]]:
-    namespace = store.open(INFO)
-    chance = random.Random(0)
-    attached = connection.attached
-    assert attached is not None
-    opening = pb.OpenNamespaceRequest(
-        namespace=INFO.fingerprint, block_bytes=BLOCK_BYTES, block_tokens=INFO.block_tokens
-    )
+class Asked:
+    """A server with prefixes of `KEYS` blocks, a client of it, and the calls that are timed.
 
-    def unary() -> float:
+    Each call returns the seconds that it took.
+    """
+
+    def __init__(self, server: ServerProcess, store: Store, connection: Connection):
+        self.server = server
+        self.chains: Chains = []
+        self._namespace = store.open(INFO)
+        self._connection = connection
+        assert connection.attached is not None
+        self._calls = connection.attached.calls
+        self._chance = random.Random(0)
+
+    def grow(self, blocks: int) -> None:
+        """Stores until there are so many blocks."""
+        _grow(self._namespace, self.chains, blocks)
+
+    def unary(self) -> float:
+        """An empty call that is opened for itself."""
+        opening = pb.OpenNamespaceRequest(
+            namespace=INFO.fingerprint, block_bytes=BLOCK_BYTES, block_tokens=INFO.block_tokens
+        )
         started_s = time.perf_counter()
-        connection.stub.OpenNamespace(opening, timeout=CALL_TIMEOUT_S)
+        self._connection.stub.OpenNamespace(opening, timeout=CALL_TIMEOUT_S)
         return time.perf_counter() - started_s
 
-    def empty() -> float:
+    def empty(self) -> float:
+        """An empty call on the session's stream."""
         started_s = time.perf_counter()
-        attached.calls.release(pb.ReleaseRequest(), CALL_TIMEOUT_S)
+        self._calls.release(pb.ReleaseRequest(), CALL_TIMEOUT_S)
         return time.perf_counter() - started_s
 
-    def lookup() -> float:
-        keys = chance.choice(chains)
+    def lookup(self) -> float:
+        """A lookup of a prefix, with a lease."""
+        return self._timed(self._chance.choice(self.chains))
+
+    def lookup_of(self, blocks: int) -> Callable[[], float]:
+        """The same for so many blocks, which may be of several prefixes."""
+        keys = [key for chain in self.chains for key in chain][:blocks]
+        assert len(keys) == blocks
+        return lambda: self._timed(keys)
+
+    def _timed(self, keys: list[BlockKey]) -> float:
         started_s = time.perf_counter()
-        found = namespace.lookup(keys)
+        found = self._namespace.lookup(keys)
         spent_s = time.perf_counter() - started_s
-        assert found.blocks == KEYS, found.miss_reason
-        namespace.release(found)
+        assert found.blocks == len(keys), found.miss_reason
+        self._namespace.release(found)
         return spent_s
 
-    return {"unary": unary, "empty": empty, "lookup": lookup}
+
+@contextmanager
+def asked(blocks: int) -> Iterator[Asked]:
+    """An empty server that has room for so many blocks."""
+    with (
+        _server(blocks) as server,
+        connect(f"unix:{server.folder}/kvstore.sock") as store,
+        closing(Connection(store.target, share_memory=False, flush=lambda: None)) as connection,
+    ):
+        connection.wait_attached(CALL_TIMEOUT_S)
+        yield Asked(server, store, connection)
 
 
 def _memory_bytes(pid: int) -> int:
@@ -135,31 +177,24 @@ def _memory_bytes(pid: int) -> int:
     raise SystemExit("this kernel does not say how much memory a process has of its own")
 
 
-def measure_calls(scale: Scale) -> dict[str, Any]:
-    """The keys that are about calls."""
-    lookups: dict[str, float] = {}
-    empties: dict[str, float] = {}
-    unaries: dict[str, float] = {}
-    chains: Chains = []
-    blocks = scale.index_blocks[-1]
+def measure_calls(index_blocks: Sequence[int], calls: int) -> dict[str, Any]:
+    """The keys that are about calls, for an index that grows to each of these sizes."""
+    medians: dict[str, dict[str, float]] = {"unary": {}, "empty": {}, "lookup": {}}
     with (
-        _server(blocks) as server,
-        connect(f"unix:{server.folder}/kvstore.sock") as store,
-        closing(Connection(store.target, share_memory=False, flush=lambda: None)) as connection,
-        common.progress("calls", len(scale.index_blocks) * scale.calls * 3) as advance,
+        asked(index_blocks[-1]) as one,
+        common.progress("calls", len(index_blocks) * calls * len(medians)) as advance,
     ):
-        connection.wait_attached(CALL_TIMEOUT_S)
-        before_bytes = _memory_bytes(server.pid)
-        for size in scale.index_blocks:
-            _grow(store.open(INFO), chains, size)
-            cases = _calls(store, connection, chains)
-            common.interleaved(cases, max(scale.calls // 10, 10))  # warms up
-            times = common.interleaved(cases, scale.calls, advance)
-            lookups[str(size)] = statistics.median(times["lookup"]) * 1e3
-            empties[str(size)] = statistics.median(times["empty"]) * 1e3
-            unaries[str(size)] = statistics.median(times["unary"]) * 1e3
-        grown_bytes = _memory_bytes(server.pid) - before_bytes
-    first = str(scale.index_blocks[0])
+        cases = {"unary": one.unary, "empty": one.empty, "lookup": one.lookup}
+        before_bytes = _memory_bytes(one.server.pid)
+        for size in index_blocks:
+            one.grow(size)
+            common.interleaved(cases, max(calls // 10, 10))  # warms up
+            for name, times in common.interleaved(cases, calls, advance).items():
+                medians[name][str(size)] = statistics.median(times) * 1e3
+        grown_bytes = _memory_bytes(one.server.pid) - before_bytes
+        blocks = len(one.chains) * KEYS
+    unaries, empties, lookups = medians["unary"], medians["empty"], medians["lookup"]
+    first = str(index_blocks[0])
     return {
         "empty_unary_ms": unaries[first],
         "empty_call_ms": empties[first],
@@ -169,8 +204,24 @@ def measure_calls(scale: Scale) -> dict[str, Any]:
         "lookup_512_ms_by_index": lookups,
         "empty_unary_ms_by_index": unaries,
         "empty_call_ms_by_index": empties,
-        "index_bytes_per_block": grown_bytes / (len(chains) * KEYS),
+        "index_bytes_per_block": grown_bytes / blocks,
     }
+
+
+def measure_clients(clients: int, rounds: int, span_s: float) -> dict[str, float]:
+    """What the server answers when so many processes ask, each kind of call for a span a round."""
+    with asked(KEYS) as one:
+        one.grow(KEYS)
+        found = crowd.measure(
+            f"unix:{one.server.folder}/kvstore.sock",
+            str(one.server.folder),
+            INFO,
+            one.chains[0][:CROWD_KEYS],
+            clients=clients,
+            rounds=rounds,
+            span_s=span_s,
+        )
+    return {"processes": clients, **found}
 
 
 def measure_hashing(rounds: int) -> dict[str, float]:
@@ -211,7 +262,15 @@ def _tables(document: dict[str, Any]) -> list[Table]:
     hashing = common.table(f"naming the blocks of {HASH_TOKENS:,} tokens", ["tokens a block", "ms"])
     for name, spent_ms in document["hash_128k_ms"].items():
         hashing.add_row(name, f"{spent_ms:.2f}")
-    return [calls, hashing]
+    clients = document["clients"]
+    crowded = common.table(
+        f"{clients['processes']} client processes",
+        ["calls", "a second"],
+        f"empty calls, of a bare server's: {clients['empty_over_bare']:.2f}",
+    )
+    for kind in crowd.KINDS:
+        crowded.add_row(kind, f"{clients[f'{kind}_per_s']:,.0f}")
+    return [calls, crowded, hashing]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -221,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     document = {
         **common.circumstances(),
         "quick": chosen.quick,
-        **measure_calls(scale),
+        **measure_calls(scale.index_blocks, scale.calls),
+        "clients": measure_clients(scale.clients, scale.rounds, scale.span_s),
         "hash_128k_ms": measure_hashing(scale.hashes),
     }
     common.publish(document, _tables(document), chosen.json)

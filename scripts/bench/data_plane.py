@@ -50,7 +50,8 @@ paths
   copy          numpy.copyto between two ordinary buffers, one thread: the limit
   shm           the client, through shared memory: lookup and load, or reserve and commit, with
                 the copy to or from the engine's buffer
-  shm_verified  the same with a server that has --verify=always: every byte is checksummed
+  shm_threads   shm with two threads that copy, as where two cores are free
+  shm_verified  shm with a server that has --verify=always: every byte is checksummed
   stream        the client through gRPC streams, as between two hosts
   grpc_bytes    gRPC alone: messages of 1 MiB of raw bytes, no protobuf
   redis_tier    the redis tier, over a unix socket
@@ -102,21 +103,29 @@ def _paths(scale: Scale, buffers: Buffers) -> Iterator[list[Path]]:
         verifier = stack.enter_context(
             ServerProcess(folder / "b", "--verify=always", "--no-redis", cpu_bytes=size)
         )
-        shared, verified, streamed = (
+        shared, threads, verified, streamed = (
             stack.enter_context(
-                client.connect(f"unix:{one.folder}/kvstore.sock", share_memory=share)
+                client.connect(
+                    f"unix:{one.folder}/kvstore.sock", share_memory=share, copy_threads=count
+                )
             )
-            for one, share in ((server, True), (verifier, True), (server, False))
+            for one, share, count in (
+                (server, True, 1),
+                (server, True, 2),
+                (verifier, True, 1),
+                (server, False, 1),
+            )
         )
         if not (shared.shares_memory and verified.shares_memory and streamed.attached):
             raise SystemExit("the client can't map the server's memory here: nothing to measure")
         clients = [
             Client("shm", shared),
+            Client("shm_threads", threads),
             Client("shm_verified", verified),
             Client("stream", streamed),
         ]
         smallest = min(scale.blocks)
-        for one in clients[:2]:
+        for one in (clients[0], clients[2]):
             one.fill(buffers, scale.arena_bytes, smallest, scale.blocks[smallest])
         tier = RedisTier(
             connect(f"unix://{folder}/a/valkey/valkey.sock"),

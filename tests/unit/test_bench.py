@@ -6,13 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from scripts.bench import control_plane, data_plane
+from scripts.bench import control_plane, data_plane, growth
+from scripts.bench.growth_page import Plot, page
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"copy", "shm", "shm_verified", "stream", "grpc_bytes", "redis_tier", "redis_py"}
+SHM_PATHS = {"shm", "shm_threads", "shm_verified"}
+PATHS = {"copy", *SHM_PATHS, "stream", "grpc_bytes", "redis_tier", "redis_py"}
 
 
 def run(*command: str) -> dict:
@@ -59,9 +62,36 @@ def test_the_control_plane_benchmark_measures_lookups_and_hashing_run_as_a_file(
         *document["hash_128k_ms"].values(),
     )
     assert set(document["hash_128k_ms"]) == {"16", "64", "256"}
+    clients = document["clients"]
+    assert positive(*(clients[f"{kind}_per_s"] for kind in ("bare", "empty", "lookup")))
+    assert positive(clients["processes"], clients["empty_over_bare"])
 
 
-@pytest.mark.parametrize("main", [data_plane.main, control_plane.main])
+def test_the_growth_benchmark_draws_its_plots(tmp_path: Path):
+    file = tmp_path / "growth.html"
+    document = run("-m", "scripts.bench.growth", "--html", str(file))
+    names = [plot["name"] for plot in document["plots"]]
+    assert names == ["block_bytes", "blocks", "clients", "index"]
+    drawn = file.read_text()
+    assert drawn.count("<svg") == 4
+    for plot in document["plots"]:
+        assert plot["title"] in drawn
+        for values in plot["series"].values():
+            assert len(values) == len(plot["xs"])
+            assert positive(*values)
+
+
+def test_a_page_is_one_well_formed_svg_a_plot():
+    plot = Plot("n", "<title>", "a & b", "ms", [1, 10, 1000], {"<line>": [0.2, 2.0, 50.0]})
+    machine = {"cpu": "<c>", "cores": 1, "memory_gib": 1, "kernel": "6", "python": "3"}
+    drawn = page({"machine": machine, "commit": "c", "date": "d"}, [plot])
+    svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + 6]
+    assert len(ElementTree.fromstring(svg).findall("circle")) == 3
+    assert "<line>" not in drawn
+    assert "<c>" not in drawn
+
+
+@pytest.mark.parametrize("main", [data_plane.main, control_plane.main, growth.main])
 def test_help_explains_the_numbers(main: Callable, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
