@@ -1,4 +1,4 @@
-"""The command line: serve, report, clear. Thin: each command calls what does the work."""
+"""The command line: serve, report, clear, replay. Thin: each command calls what does the work."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import click
 import kvstore
 from kvstore.config import load, settings
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.replay.command import replay
 
 TARGET_HELP = "The server: host:port or unix:/path. Default: the one on this host."
 
@@ -140,6 +141,9 @@ def clear(target: str | None, arena_only: bool) -> None:
     with kvstore.connect(target) as store:
         blocks, redis_blocks = _answer(lambda: store.clear(arena_only=arena_only))
     click.echo(f"dropped {blocks} blocks from the CPU tier, {redis_blocks} from the redis tier")
+
+
+cli.add_command(replay)
 
 
 def _answer(ask: Callable[[], Any]) -> Any:

@@ -155,7 +155,7 @@ def whole(value: Any, name: str) -> int:
 def seconds(value: Any, name: str) -> float:
     """The field, a time from 0. Raises ValueError."""
     found = value.get(name) if isinstance(value, dict) else None
-    if type(found) not in (int, float) or not 0 <= found < math.inf:
+    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < math.inf:
         raise ValueError(f"{name}: expected a time, not {found!r:.30}")
     return float(found)
 

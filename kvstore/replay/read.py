@@ -107,7 +107,9 @@ def tokenizer(name: str) -> Callable[[str], Sequence[int]]:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise BadTrace("--tokenizer needs the package tokenizers: pip install tokenizers") from error
+        raise BadTrace(
+            "--tokenizer needs the package tokenizers: pip install tokenizers"
+        ) from error
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -4,8 +4,8 @@
      "requests": [{"t": 0.0, "in": 71175, "out": 169, "hash_ids": [1, 2]}]}
 
 How they are put together: in the order of the files, each session begins a minute after the one
-before, and then goes at its own pace. A session with the very prompts of an earlier file is left out:
-the same session recorded twice would count as reuse. Block numbers of different
+before, and then goes at its own pace. A session with the very prompts of an earlier
+file is left out: the same session recorded twice would count as reuse. Block numbers of different
 sessions never mean the same block, unless the scope says "global".
 """
 
