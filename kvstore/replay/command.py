@@ -169,6 +169,7 @@ def replay(
     if blocks and gib:
         raise click.UsageError("give --capacity-blocks or --capacity-gib, not both")
     console = Console()
+    console.width = max(console.width, table.WIDTH_MIN)
     try:
         shape = model_shape(model)
         tokenize = read.tokenizer(tokenizer) if tokenizer else None

@@ -151,7 +151,7 @@ class Replayed:
 def replay(
     trace: Trace,
     policy: Callable[[TraceClock], EvictionPolicy],
-    admission: Callable[[TraceClock], Admission],
+    admission: Callable[[TraceClock, int], Admission],
     capacity_blocks: int,
     ttl_s: float | None = None,
     advance: Callable[[int], None] = lambda requests: None,
@@ -159,7 +159,7 @@ def replay(
     """Puts the trace's requests to a store, one after another. `advance` hears of requests done."""
     clock = TraceClock()
     tier = SimulatedTier(policy(clock), capacity_blocks)
-    rule = admission(clock)
+    rule = admission(clock, capacity_blocks)
     expiry = Expiry(tier, ttl_s) if ttl_s is not None else None
     hits = np.zeros(trace.requests, np.int64)
     stored = np.zeros(trace.requests, np.int64)

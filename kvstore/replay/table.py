@@ -11,6 +11,9 @@ from kvstore.replay.sweep import OPTIMAL_NAME, Plan, Swept
 from kvstore.replay.trace import Trace
 from kvstore.report import words
 
+WIDTH_MIN = 104
+"""Narrower than this, the columns would not fit; lines run over instead."""
+
 _COLUMNS = (
     "blocks",
     "bytes",
