@@ -9,11 +9,13 @@ at the first block of a run. So within a run of one tier the gain is lowest some
 highest at one of its ends: only ends of runs need comparing, and a near run behind a far one can
 pay for both.
 
-*Store* if  reuse · (prefill saved - load) > what the request waits for the store,  and if that
-expected gain is at least `StorePolicy.gain_share_min` of the whole request. The second condition
-is what keeps a short prompt with a long answer out: its prefill is a hundredth part of its
-time, and memory spent on it is taken from a document that saves seconds. For the same reason
-tokens of the prompt and of the answer don't count alike, see `expected_reuse`.
+*Store* the beginning of the new blocks for which  Σ (reuse - pressure) · (prefill saved - load)
+less what the request waits for the store is highest, if that is positive, and if the expected
+gain is at least `StorePolicy.gain_share_min` of the whole request. The last condition is what
+keeps a short prompt with a long answer out: its prefill is a hundredth part of its time, and
+memory spent on it is taken from a document that saves seconds. *Reuse* is the probability that
+the block is asked for again, *pressure* that of the block which it displaces: while there is
+room it displaces none, and in a full tier it must be the better one of the two.
 
 Where the costs are not known yet, both decide to try (see `engine.costs`).
 
@@ -22,28 +24,14 @@ Knows nothing of tokens' values, keys, servers or clocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.costs import CostModel
 from kvstore.errors import InvalidRequest
 from kvstore.types import MissReason, SkipReason, TierName
-
-PROMPT_REUSE_PRIOR = 0.5
-"""Probability that a block of prompt tokens is asked for again, before anything is known of it.
-
-Laplace's rule for an event never tried: (0 + 1) / (0 + 2). It is meant to be optimistic. A wrong
-store costs one copy beside the request; a wrong skip costs the prefill again.
-"""
-
-ANSWER_REUSE_PRIOR = 0.05
-"""The same for generated tokens.
-
-They come back only if this very conversation goes on, and then they come back in its next
-prompt, where they count as prompt tokens. So a low value only delays their storing by one turn,
-while a high one would store one-off answers, and the longer they are, the sooner.
-"""
 
 GAIN_SHARE_MIN = 0.01
 """Expected gain, as a share of the request's whole time, that is worth a store.
@@ -87,26 +75,35 @@ class LoadDecision:
     """Expected seconds to load the blocks."""
     prefill_saved_s: float
     """Expected seconds of prefill that they save, loading not deducted."""
+    found_load_s: float
+    """Expected seconds to load all that was found."""
+    found_saved_s: float
+    """Expected seconds of prefill that all that was found would save."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreDecision:
-    """Store the blocks, or skip them for `reason`."""
+    """Store the first `blocks` of those that could be. The numbers are theirs, or, where none is
+    stored, those of all."""
 
-    store: bool
+    blocks: int
     reason: SkipReason | None
+    """Why the blocks after them are not stored; None if there are none."""
     gain_s: float
     """Seconds that a request that finds the blocks saves: prefill less loading, at least 0."""
     cost_s: float
     """Seconds that this request waits for the store."""
     request_s: float
     """Seconds of the whole request, what the gain is compared with."""
-    reuse_probability: float
+    reuse: float
+    """Probability that the gain is had: the mean over the blocks, by what each one gains."""
+    pressure: float
+    """The same of what they displace."""
 
     @property
     def expected_gain_s(self) -> float:
         """The gain times the probability that it is had."""
-        return self.gain_s * self.reuse_probability
+        return self.gain_s * self.reuse
 
 
 def decide_load(
@@ -145,56 +142,69 @@ def decide_load(
     if override is Override.NEVER:
         refused = MissReason.BY_REQUEST
     reason = refused if chosen[0] < blocks else None
-    return LoadDecision(chosen[0], reason, chosen[1], chosen[2])
+    return LoadDecision(chosen[0], reason, chosen[1], chosen[2], load_s, saved_s)
 
 
 def decide_store(
     costs: CostModel,
     policy: StorePolicy,
-    tokens_new: int,
+    reuse: Sequence[float],
     context: int,
     block_bytes: int,
     block_tokens: int,
-    reuse_probability: float,
     request_s: float,
+    pressure: float = 0.0,
     tiers: Sequence[TierName] = STORE_TIERS,
 ) -> StoreDecision:
-    """Decide whether to store the full blocks among `tokens_new` tokens after `context` tokens.
+    """Decide how many of these blocks to store, from the first one on.
 
+    `reuse` has for each block the probability that it is asked for again, and `pressure` is that
+    of what it would displace. The first one's first token has `context` tokens before it.
     `request_s` is the whole request's time, measured or from `expected_request_s`. `tiers` are
     those the blocks may be loaded from later; the quickest counts.
     """
-    blocks = tokens_new // block_tokens
-    size_bytes = blocks * block_bytes
-    load_s = min((costs.load_s(tier, size_bytes) for tier in tiers), default=0.0)
-    gain_s = max(costs.saved_s(blocks * block_tokens, context) - load_s, 0.0)
-    cost_s = costs.store_s(size_bytes)
-    expected_s = reuse_probability * gain_s
+    chosen = whole = StoreDecision(0, None, 0.0, 0.0, request_s, 0.0, pressure)
+    expected_s = gain_s = 0.0
+    best_s = -math.inf
+    for end, chance in _runs_of(reuse):
+        size_bytes = end * block_bytes
+        load_s = min((costs.load_s(tier, size_bytes) for tier in tiers), default=0.0)
+        run_gain_s = costs.saved_s(end * block_tokens, context) - load_s - gain_s
+        gain_s += run_gain_s
+        expected_s += chance * run_gain_s
+        cost_s = costs.store_s(size_bytes)
+        mean = min(max(expected_s / gain_s, 0.0), 1.0) if gain_s > 0 else 0.0
+        whole = StoreDecision(end, None, max(gain_s, 0.0), cost_s, request_s, mean, pressure)
+        net_s = expected_s - pressure * gain_s - cost_s
+        if net_s >= best_s:
+            chosen, best_s = whole, net_s
     reason: SkipReason | None = None
     if policy.override is Override.NEVER:
         reason = SkipReason.BY_REQUEST
-    elif policy.override is Override.ALWAYS or not costs.prefill.known_for(tokens_new):
-        pass  # what was not measured is assumed to pay
-    elif gain_s <= 0.0 < blocks:
+    elif policy.override is Override.ALWAYS or not costs.prefill.known_for(
+        len(reuse) * block_tokens
+    ):
+        return whole  # what was not measured is assumed to pay
+    elif chosen.gain_s <= 0.0 < len(reuse):
         reason = SkipReason.COSTS_MORE_THAN_IT_SAVES
-    elif expected_s < policy.gain_share_min * request_s:
+    elif chosen.expected_gain_s < policy.gain_share_min * request_s:
         reason = SkipReason.GAIN_TOO_SMALL
-    elif expected_s <= cost_s:
-        reason = SkipReason.COSTS_MORE_THAN_IT_SAVES
-    return StoreDecision(reason is None, reason, gain_s, cost_s, request_s, reuse_probability)
+    elif best_s <= 0.0:
+        paid = chosen.expected_gain_s > chosen.cost_s
+        reason = SkipReason.DISPLACES_MORE if paid else SkipReason.COSTS_MORE_THAN_IT_SAVES
+    if reason is not None:
+        return replace(whole, blocks=0, reason=reason)
+    return replace(chosen, reason=SkipReason.DISPLACES_MORE if chosen.blocks < len(reuse) else None)
 
 
-def expected_reuse(first_token: int, prompt_tokens: int, end_token: int) -> float:
-    """Return the mean reuse probability of tokens `first_token` to `end_token`, end excluded.
+def _runs_of(reuse: Sequence[float]) -> list[tuple[int, float]]:
+    """The ends of the runs of blocks with one probability, and the probability.
 
-    Tokens from `prompt_tokens` on were generated. An estimate by depth and history can take the
-    place of the two priors without a change to `decide_store`.
+    Only there the best place to stop can be: within a run each block is worth more than the one
+    before it.
     """
-    tokens = end_token - first_token
-    if tokens <= 0:
-        return 0.0
-    prompt = min(max(prompt_tokens - first_token, 0), tokens)
-    return (prompt * PROMPT_REUSE_PRIOR + (tokens - prompt) * ANSWER_REUSE_PRIOR) / tokens
+    ends = [at for at in range(1, len(reuse)) if reuse[at] != reuse[at - 1]]
+    return [(end, reuse[end - 1]) for end in [*ends, len(reuse)] if reuse]
 
 
 def expected_request_s(

@@ -189,6 +189,15 @@ class CostModel:
         """Return the model after one measured wait for a store."""
         return replace(self, store=self.store.observe(size_bytes, seconds))
 
+    def hinted(self, tier: TierName, latency_s: float, bytes_per_s: float) -> Self:
+        """Return the model with these costs of a tier that it has not measured itself.
+
+        As it is, if it has, or if `bytes_per_s` is 0: nobody knows.
+        """
+        if self.tier(tier).known or not bytes_per_s:
+            return self
+        return self._with_tier(tier, TierCost.of(latency_s, bytes_per_s))
+
     def after_refused_load(self, tier: TierName) -> Self:
         """Return the model after a decision not to load from `tier`.
 

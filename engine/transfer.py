@@ -114,12 +114,12 @@ class Transfer:
         self._storer.start()
 
     def load(self, keys: Sequence[BlockKey], sink: Sink, timeout_s: float) -> Future[Arrived]:
-        """Starts to look these blocks up and to hand them to the sink, on another thread."""
+        """Starts to look these blocks up again and to hand them to the sink, on another thread."""
         return self._loaders.submit(self._load, keys, sink, timeout_s)
 
     def _load(self, keys: Sequence[BlockKey], sink: Sink, timeout_s: float) -> Arrived:
         started_s = time.perf_counter()
-        found = self._namespace.lookup(keys)
+        found = self._namespace.lookup(keys, again=True)
         arrived = load(self._namespace, found, sink, found.blocks, timeout_s)
         loaded = arrived.loaded
         if loaded.blocks < len(keys) and loaded.miss_reason is None:

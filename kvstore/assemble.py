@@ -12,6 +12,7 @@ import kvstore
 from kvstore.arena import Arena, remove_stale
 from kvstore.clock import SystemClock
 from kvstore.config import Config
+from kvstore.demand import Demand
 from kvstore.embedded import SOCKET_PATH_CHARS_MAX, EmbeddedValkey
 from kvstore.errors import ConfigError
 from kvstore.eviction.lru import LRU
@@ -20,7 +21,9 @@ from kvstore.host import GIB, choose_arena_bytes
 from kvstore.index import Block
 from kvstore.leases import Leases
 from kvstore.outbox import Outbox
+from kvstore.pace import Pace
 from kvstore.report.board import Board
+from kvstore.reuse import ReuseSketch
 from kvstore.server import Server, check_free
 from kvstore.service import Identity, Service
 from kvstore.store import Store
@@ -61,11 +64,13 @@ def assemble(config: Config) -> Server:
     embedded = None
     try:
         history, watchers = History(clock), Watchers()
+        demand, pace = Demand(ReuseSketch(clock)), Pace()
         executor = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvstore-worker")
         kept_s = None if config.no_redis else config.redis_ttl_s
 
         def on_evicted(block: Block) -> None:
             history.note([block.key], MissReason.EVICTED, kept_s)
+            demand.note_evicted()
             fingerprint = block.namespace.info.fingerprint
             watchers.publish(EventKind.EVICTED, fingerprint, [block.key], TierName.CPU)
 
@@ -82,7 +87,8 @@ def assemble(config: Config) -> Server:
             remote = RedisTier(
                 connect(url), redis_bytes or REDIS_BYTES_DEFAULT, config.redis_ttl_s, clock
             )
-            outbox = Outbox(cpu, remote, executor, arena.capacity_bytes // OUTBOX_SHARE)
+            queue_bytes_max = arena.capacity_bytes // OUTBOX_SHARE
+            outbox = Outbox(cpu, remote, executor, queue_bytes_max, pace, clock)
         store = Store(
             cpu,
             remote,
@@ -92,6 +98,8 @@ def assemble(config: Config) -> Server:
             watchers,
             clock,
             executor,
+            demand,
+            pace,
             verify_always=config.verify == "always",
         )
         targets = [f"unix:{socket}"]

@@ -130,6 +130,31 @@ def report(target: str | None, as_json: bool, html: Path | None, show: bool) -> 
 @cli.command()
 @click.argument("target", required=False)
 @click.option(
+    "--last", default=10, show_default=True, type=click.IntRange(1), help="How many requests."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list, for scripts.")
+def explain(target: str | None, last: int, as_json: bool) -> None:
+    """Show what was decided about the last requests, and the numbers behind it.
+
+    For each request, the latest first: what was found, what of it was loaded, what was stored,
+    and what loading, computing and storing were expected to take. The server keeps the last
+    1,000.
+
+    TARGET is the server: host:port or unix:/path. Default: the one on this host.
+    """
+    from kvstore.report import explain as words
+
+    with kvstore.connect(target) as store:
+        decisions = json.loads(_answer(lambda: store.explain(last)))
+    if as_json:
+        click.echo(json.dumps(decisions, indent=2))
+    else:
+        click.echo(words.render(decisions, shutil.get_terminal_size((100, 24)).columns), nl=False)
+
+
+@cli.command()
+@click.argument("target", required=False)
+@click.option(
     "--arena-only", is_flag=True, help="Empty the CPU tier alone; the redis tier keeps its blocks."
 )
 @click.confirmation_option("--yes", prompt="Drop every block?")

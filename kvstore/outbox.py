@@ -14,7 +14,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from kvstore import codec
+from kvstore.clock import Clock
 from kvstore.index import Block
+from kvstore.pace import Pace
 from kvstore.tiers.base import RemoteTier
 from kvstore.tiers.cpu import CpuTier
 from kvstore.types import Outcome
@@ -37,12 +39,22 @@ class OutboxCounters:
 class Outbox:
     """A bounded queue and the task that empties it. Used within one event loop."""
 
-    def __init__(self, cpu: CpuTier, remote: RemoteTier, executor: Executor, queue_bytes_max: int):
+    def __init__(
+        self,
+        cpu: CpuTier,
+        remote: RemoteTier,
+        executor: Executor,
+        queue_bytes_max: int,
+        pace: Pace,
+        clock: Clock,
+    ):
         self.counters = OutboxCounters()
         self._cpu = cpu
         self._remote = remote
         self._executor = executor
         self._queue_bytes_max = queue_bytes_max
+        self._pace = pace
+        self._clock = clock
         self._queue: deque[Block] = deque()
         self._queued_bytes = 0
         self._wake = asyncio.Event()
@@ -102,13 +114,17 @@ class Outbox:
             block.checksum if block.checksum is not None else codec.checksum(view)
             for block, view in zip(batch, views, strict=True)
         ]
+        info = batch[0].namespace.info
+        started_s = self._clock.monotonic_s()
         outcomes = self._remote.put_summed(
-            batch[0].namespace.info,
+            info,
             [block.key for block in batch],
             views,
             checksums,
             batch[0].parent_key,
         )
+        size_bytes = outcomes.count(Outcome.OK) * info.block_bytes
+        self._pace.note_batch(size_bytes, self._clock.monotonic_s() - started_s)
         return list(zip(checksums, outcomes, strict=True))
 
     def _finish(

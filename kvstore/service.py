@@ -29,7 +29,7 @@ from kvstore.watch import EventKind
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
-from kvstore.wire.limits import CHUNK_BYTES, NAME_CHARS_MAX
+from kvstore.wire.limits import CHUNK_BYTES, COSTS_CHARS_MAX, NAME_CHARS_MAX, POSITION_MAX
 from kvstore.wire.status import code_of, metadata_of
 
 log = logging.getLogger("kvstore.service")
@@ -149,7 +149,7 @@ class Service(pb_grpc.KVStoreServicer):
                 request.tenant or "default",
             )
         )
-        return pb.OpenNamespaceResponse()
+        return pb.OpenNamespaceResponse(costs=self._board.costs_of(fingerprint))
 
     # -- reading
 
@@ -159,10 +159,18 @@ class Service(pb_grpc.KVStoreServicer):
         fingerprint = convert.to_fingerprint(request.namespace)
         if request.lease_ms < 0:
             raise errors.InvalidRequest(f"lease_ms: {request.lease_ms} is negative")
+        if not 0 <= request.first <= POSITION_MAX:
+            raise errors.InvalidRequest(f"first: {request.first} is no position of a block")
         session = SessionId(request.session)
         self._release(session, request.release)
-        found = await self._store.lookup(fingerprint, keys, session, request.lease_ms / 1000)
+        found = await self._store.lookup(
+            fingerprint, keys, session, request.lease_ms / 1000, request.near_only
+        )
         resident = [block for block in found.blocks if block is not None]
+        outlook = None
+        if not request.again:
+            known = self._store.outlook(fingerprint, keys, request.first, found)
+            outlook = convert.outlook_to_wire(known)
         runs = found.runs
         return pb.LookupResponse(
             present=len(found.blocks),
@@ -172,6 +180,7 @@ class Service(pb_grpc.KVStoreServicer):
             lease=found.lease or 0,
             slot_offsets=_packed([block.offset for block in resident]),
             slot_generations=_packed([block.generation for block in resident]),
+            outlook=outlook,
         )
 
     @stream
@@ -335,10 +344,13 @@ class Service(pb_grpc.KVStoreServicer):
         refused = convert.split_keys(request.refused_keys) if request.refused_keys else []
         if request.gpu_capacity_bytes < 0 or request.gpu_used_bytes < 0:
             raise errors.InvalidRequest("gpu_capacity_bytes, gpu_used_bytes: negative")
+        if len(request.costs) > COSTS_CHARS_MAX:
+            raise errors.InvalidRequest(f"costs: {len(request.costs)} characters are too many")
+        decisions = [convert.decision_from_wire(one) for one in request.decisions]
         session = SessionId(request.session)
         if session:
             self._store.leases.check_session(session)
-        self._board.record(info, usage)
+        self._board.record(info, usage, decisions, request.costs)
         self._store.history.note(refused, MissReason.REFUSED)
         if session:
             self._board.note_engine(session, request.gpu_capacity_bytes, request.gpu_used_bytes)
@@ -347,6 +359,12 @@ class Service(pb_grpc.KVStoreServicer):
     @unary
     async def Report(self, request: pb.ReportRequest) -> pb.ReportResponse:
         return pb.ReportResponse(json=json.dumps(self._board.snapshot()))
+
+    @unary
+    async def Explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
+        if request.last < 0:
+            raise errors.InvalidRequest(f"last: {request.last} is negative")
+        return pb.ExplainResponse(json=json.dumps(self._board.explain(request.last)))
 
     @unary
     async def Clear(self, request: pb.ClearRequest) -> pb.ClearResponse:

@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from kvstore.clock import Clock
+from kvstore.demand import Demand
 from kvstore.errors import (
     ChecksumRequired,
     InvalidRequest,
@@ -30,6 +31,7 @@ from kvstore.index import Block, Namespace
 from kvstore.inflight import Inflight
 from kvstore.leases import Lease, LeaseId, Leases, SessionId
 from kvstore.outbox import Outbox
+from kvstore.pace import Pace
 from kvstore.tiers.base import RemoteTier
 from kvstore.tiers.cpu import Answer, CpuTier
 from kvstore.types import (
@@ -38,6 +40,7 @@ from kvstore.types import (
     MissReason,
     NamespaceInfo,
     Outcome,
+    Outlook,
     TierName,
     TierStatus,
 )
@@ -62,6 +65,8 @@ DRAIN_S_MAX = 20.0
 """How long `clear` waits for the write-through: a steady stream of stores never ends."""
 
 FETCH_TIMEOUT_S = 10.0
+ROOM_SHARE = 0.02
+"""Share of the arena that is free while blocks displace nothing."""
 SWEEP_S = 0.2
 REFRESH_S = 2.0
 
@@ -117,8 +122,11 @@ class Store:
         watchers: Watchers,
         clock: Clock,
         executor: Executor,
+        demand: Demand,
+        pace: Pace,
         verify_always: bool = False,
     ):
+        """`pace` is the remote tier's."""
         self.cpu = cpu
         self.remote = remote
         self.outbox = outbox
@@ -128,6 +136,8 @@ class Store:
         self.verify_always = verify_always
         self._clock = clock
         self._executor = executor
+        self._demand = demand
+        self._pace = pace
         self._orphans: list[Lease[Pinned]] = []
         self._inflight: Inflight[tuple[Fingerprint, BlockKey], Block | MissReason] = Inflight()
 
@@ -170,8 +180,11 @@ class Store:
         keys: Sequence[BlockKey],
         session: SessionId | None = None,
         lease_s: float = 0.0,
+        near_only: bool = False,
     ) -> LookupResult:
         """The longest present prefix; with `lease_s`, pinned for the session so long.
+
+        With `near_only`, the remote tier is not asked.
 
         Raises:
             UnknownNamespace, UnknownLease, InvalidRequest: and nothing is pinned.
@@ -189,7 +202,12 @@ class Store:
         try:
             reason = None
             if len(blocks) < len(keys):
-                reason = await self._extend(namespace, keys, blocks)
+                if self.remote is None:
+                    reason = self.history.reason(keys[len(blocks)])
+                elif near_only:
+                    reason = MissReason.NOT_WORTH_LOADING
+                else:
+                    reason = await self._extend(self.remote, namespace, keys, blocks)
             if lease_s and session is not None and blocks:
                 pinned = ReadLease(namespace, keys[: len(blocks)], blocks)
                 lease = self.leases.grant(session, pinned, lease_s)
@@ -199,15 +217,39 @@ class Store:
             if lease is None:
                 _unpin(blocks)
 
+    def outlook(
+        self, fingerprint: Fingerprint, keys: Sequence[BlockKey], first: int, found: LookupResult
+    ) -> Outlook:
+        """Notes that a request asked for these blocks, from position `first` of its prefix on.
+
+        Returns what is known about those that it lacks.
+        """
+        chances = self._demand.note(fingerprint, keys, first)
+        missing = keys[len(found.blocks) :]
+        if found.miss_reason is MissReason.EVICTED:
+            evicted = takewhile(lambda key: self.history.reason(key) is MissReason.EVICTED, missing)
+            self._demand.note_regretted(sum(1 for _ in evicted))
+        room_bytes = self.cpu.arena.capacity_bytes - self.cpu.arena.used_bytes
+        full = room_bytes < ROOM_SHARE * self.cpu.arena.capacity_bytes
+        latency_s, bytes_per_s = self._pace.measured or (0.0, 0.0)
+        return Outlook(
+            chances[len(found.blocks) :],
+            self._demand.pressure if full else 0.0,
+            latency_s,
+            bytes_per_s,
+        )
+
     async def _extend(
-        self, namespace: Namespace, keys: Sequence[BlockKey], blocks: list[Block | None]
+        self,
+        remote: RemoteTier,
+        namespace: Namespace,
+        keys: Sequence[BlockKey],
+        blocks: list[Block | None],
     ) -> MissReason | None:
         """Goes on where the arena's run ended, with the remote tier's help; pins what it adds.
 
         Returns why the run ends; None when it doesn't.
         """
-        if self.remote is None:
-            return self.history.reason(keys[len(blocks)])
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + FIND_TIMEOUT_S
         step = 0
@@ -215,10 +257,13 @@ class Store:
             window = keys[len(blocks) : len(blocks) + PROBE_BLOCKS[step]]
             step = min(step + 1, len(PROBE_BLOCKS) - 1)
             asked = [key for key in window if namespace.get(key) is None]
-            finding = loop.run_in_executor(self._executor, self.remote.find, namespace.info, asked)
+            asked_s = loop.time()
+            finding = loop.run_in_executor(self._executor, remote.find, namespace.info, asked)
             # Not cancelled when it takes too long: the breaker must hear how it ends.
             await asyncio.wait([finding], timeout=max(deadline_s - loop.time(), 0.0))
             answer = finding.result() if finding.done() else None
+            if answer is not None and asked:
+                self._pace.note_answer(loop.time() - asked_s)
             there = dict(zip(asked, answer or [], strict=False))
             for key in window:
                 block = namespace.get(key)
@@ -326,6 +371,7 @@ class Store:
                 # Another client is storing it: it will be here, but nobody knows when.
                 results[key] = MissReason.TOO_SLOW
         if reserved:
+            started_s = self._clock.monotonic_s()
             try:
                 fetched = await asyncio.get_running_loop().run_in_executor(
                     self._executor,
@@ -347,6 +393,9 @@ class Store:
                     self.cpu.abort(block)
                     results[block.key] = self._reason(block.key, outcome)
             stored = [block for block in reserved if block.generation]
+            self._pace.note_batch(
+                len(stored) * namespace.info.block_bytes, self._clock.monotonic_s() - started_s
+            )
             if stored:
                 self.cpu.touch(stored)
                 self._stored(stored)

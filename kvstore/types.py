@@ -5,7 +5,7 @@ Values only, no behaviour beyond adding and checking. Imports nothing of kvstore
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType, TypeVar
@@ -73,6 +73,8 @@ class SkipReason(StrEnum):
     COSTS_MORE_THAN_IT_SAVES = "costs_more_than_it_saves"
     """Loading it again would take longer than computing it, in every tier; or the request would
     wait longer for the store than the store can be expected to save."""
+    DISPLACES_MORE = "displaces_more"
+    """The arena is full, and what would make room is as likely to be asked for again."""
     BY_REQUEST = "by_request"
     """The caller asked not to store."""
     QUEUE_FULL = "queue_full"
@@ -83,6 +85,19 @@ class SkipReason(StrEnum):
     """The server could not be reached."""
     FAILED = "failed"
     """The store was started and could not be finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a server knows that an engine's decisions need. The default is the optimistic one."""
+
+    reuse: Sequence[float] = ()
+    """For each block asked for after the present ones: how likely it is asked for again."""
+    pressure: float = 0.0
+    """The same of a block that a new one would displace; 0 while there is room."""
+    far_latency_s: float = 0.0
+    far_bytes_per_s: float = 0.0
+    """How fast the far tier is, as the server has measured it; 0 when it has not."""
 
 
 class Outcome(StrEnum):
@@ -180,6 +195,40 @@ class Usage:
     def missed(self) -> BlockCount:
         """Misses of all reasons together."""
         return sum(self.misses.values(), BlockCount())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What an engine decided about one request, with the numbers behind it."""
+
+    prompt_tokens: int
+    output_tokens: int
+    found_tokens: int
+    """Those that a tier had, and that could be loaded."""
+    loaded_tokens: int
+    load_reason: MissReason | None
+    """Why not all that was found was loaded; None when all was."""
+    load_expected_s: float
+    """To load all that was found; `prefill_expected_s` to compute it."""
+    prefill_expected_s: float
+    load_s: float
+    prefill_s: float
+    total_s: float
+    storable_tokens: int
+    """Those whose KV was new to the store, in full blocks."""
+    stored_tokens: int
+    """Those that were to be stored."""
+    skip_reason: SkipReason | None
+    """Why not all that could be was to be stored; None when all was."""
+    reuse: float
+    """Probability that `gain_s` is had."""
+    gain_s: float
+    """Seconds that a request saves that finds those stored, or, where none are, all that could
+    be: prefill less loading."""
+    cost_s: float
+    """Seconds that this request waited for the store."""
+    pressure: float
+    """How likely what they would displace is asked for again."""
 
 
 class TierState(StrEnum):

@@ -142,6 +142,7 @@ def do_generate(
     max_tokens: int,
     lora: list[Any] | None = None,
     drain: bool = True,
+    params: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Tokens generated, prompt tokens that were not computed, and seconds, for each prompt."""
     from vllm import SamplingParams
@@ -150,7 +151,12 @@ def do_generate(
     started_s = time.perf_counter()
     outputs = llm.generate(
         prompts,
-        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        ),
         use_tqdm=False,
         lora_request=LoRARequest(*lora) if lora else None,
     )

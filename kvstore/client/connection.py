@@ -37,6 +37,9 @@ MADV_POPULATE_READ = 22
 POPULATE_BYTES = 64 << 20
 """At a time: the call holds the GIL."""
 
+SILENCE_S = 1.0
+"""How long nothing is asked of a server that has not answered a call in time."""
+
 RELEASE_DELAY_S = 0.05
 """How long a release waits for a call that carries it."""
 
@@ -64,6 +67,8 @@ class Attached:
     mapping: mmap.mmap | None = None
     opened: set[bytes] = field(default_factory=set)
     """Namespaces that this session has opened."""
+    silent_until_s: float = 0.0
+    """On the monotonic clock: until then the server counts as away."""
     _releases: list[int] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from types import TracebackType
 
 import grpc
 
-from kvstore.client.connection import CALL_TIMEOUT_S, Attached, Connection
+from kvstore.client.connection import CALL_TIMEOUT_S, SILENCE_S, Attached, Connection
 from kvstore.client.planes import (
     DataPlane,
     Lease,
@@ -36,7 +37,16 @@ from kvstore.errors import (
     UnknownLease,
     UnknownNamespace,
 )
-from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason, TierName, Usage
+from kvstore.types import (
+    BlockKey,
+    Decision,
+    MissReason,
+    NamespaceInfo,
+    Outlook,
+    SkipReason,
+    TierName,
+    Usage,
+)
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire.status import error_of
@@ -47,8 +57,13 @@ CONNECT_WAIT_S = 2.0
 LEASE_S = 30.0
 LOAD_TIMEOUT_S = 30.0
 STORE_TIMEOUT_S = 30.0
+DECISIONS_MAX = 256
+"""Decisions that wait to be sent; the latest ones."""
 REFUSED_KEYS_MAX = 4096
 """Refused keys that wait to be reported; the rest will count as never seen."""
+
+
+NOTHING_KNOWN = Outlook()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,7 @@ class Found:
     """Why the block after it is absent; None when every block is present."""
     lease: Lease | None = None
     attached: Attached | None = None
+    outlook: Outlook = NOTHING_KNOWN
 
     @property
     def blocks(self) -> int:
@@ -93,12 +109,27 @@ class Namespace:
         self._usage = Usage()
         self._refused: list[BlockKey] = []
         self._pool = (0, 0)
+        self._decisions: list[Decision] = []
+        self._costs = ""
+        self.last_costs = ""
+        """What the server had from an earlier engine when it was first reached; see `keep`."""
 
-    def lookup(self, keys: Sequence[BlockKey], lease_s: float = LEASE_S) -> Found:
+    def lookup(
+        self,
+        keys: Sequence[BlockKey],
+        lease_s: float = LEASE_S,
+        *,
+        first: int = 0,
+        again: bool = False,
+        near_only: bool = False,
+    ) -> Found:
         """The longest present prefix of these keys, pinned for `lease_s` seconds.
 
         Load it or release it; the lease ends by itself otherwise. With `lease_s` 0 nothing is
-        pinned and nothing can be loaded. At most 65,536 keys.
+        pinned and nothing can be loaded. At most 65,536 keys. `first` is the position of the
+        first one in its prefix; `again` says that this request has asked for them before, maybe
+        in another process, so that the server counts it once. With `near_only`, Redis is not
+        asked, and what only Redis has counts as not worth loading.
 
         Raises:
             InvalidRequest: a key has the wrong length, or there are too many.
@@ -114,6 +145,9 @@ class Namespace:
                 session=attached.session,
                 lease_ms=int(lease_s * 1000),
                 release=attached.take_releases(),
+                first=first,
+                again=again,
+                near_only=near_only,
             )
             answer = self._store._stub.Lookup(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
@@ -138,7 +172,7 @@ class Namespace:
                 _unpacked(answer.slot_offsets),
                 _unpacked(answer.slot_generations),
             )
-        return Found(runs, reason, lease, attached)
+        return Found(runs, reason, lease, attached, convert.outlook_from_wire(answer.outlook))
 
     def load(
         self,
@@ -216,6 +250,7 @@ class Namespace:
         usage: Usage,
         refused: Iterable[BlockKey] = (),
         pool: tuple[int, int] | None = None,
+        decision: Decision | None = None,
     ) -> None:
         """Adds what the engine saw to the report; sent soon, in the background.
 
@@ -224,17 +259,27 @@ class Namespace:
         """
         with self._lock:
             self._usage += usage
+            if decision is not None:
+                self._decisions.append(decision)
+                del self._decisions[:-DECISIONS_MAX]
             self._refused.extend(refused)
             del self._refused[REFUSED_KEYS_MAX:]
             self._pool = pool or self._pool
         self._store._connection.wake()
 
+    def keep(self, costs: str) -> None:
+        """Has the server keep what the engine has measured, for `last_costs` at its next start."""
+        with self._lock:
+            self._costs = costs
+        self._store._connection.wake()
+
     def _send_usage(self) -> None:
         with self._lock:
-            usage, refused = self._usage, self._refused
-            if usage == Usage() and not refused:
+            usage, refused, decisions = self._usage, self._refused, self._decisions
+            costs, self._costs = self._costs, ""
+            if usage == Usage() and not (refused or decisions or costs):
                 return
-            self._usage, self._refused = Usage(), []
+            self._usage, self._refused, self._decisions = Usage(), [], []
         try:
             attached = self._store._opened(self)
             request = pb.RecordUsageRequest(
@@ -244,6 +289,8 @@ class Namespace:
                 gpu_capacity_bytes=self._pool[0],
                 gpu_used_bytes=self._pool[1],
                 session=attached.session,
+                costs=costs,
+                decisions=map(convert.decision_to_wire, decisions),
             )
             self._store._stub.RecordUsage(request, timeout=CALL_TIMEOUT_S)
         except _Away:
@@ -352,6 +399,17 @@ class Store:
         except grpc.RpcError as error:
             raise error_of(error) from error
 
+    def explain(self, last: int = 0) -> str:
+        """The last decisions of engines, the latest first: a JSON list. 0: all that are kept.
+
+        Raises:
+            Unavailable: the server is not there.
+        """
+        try:
+            return self._stub.Explain(pb.ExplainRequest(last=last), timeout=CALL_TIMEOUT_S).json
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
     def clear(
         self, namespace: NamespaceInfo | None = None, *, arena_only: bool = False
     ) -> tuple[int, int]:
@@ -384,7 +442,7 @@ class Store:
     def _opened(self, namespace: Namespace) -> Attached:
         """The session, with this namespace open in it. Raises _Away or grpc.RpcError."""
         attached = self._connection.attached
-        if attached is None or (self._closing and not self._connection.attached):
+        if attached is None or time.monotonic() < attached.silent_until_s:
             raise _Away
         info = namespace.info
         if info.fingerprint not in attached.opened:
@@ -395,8 +453,9 @@ class Store:
                 model=info.model,
                 tenant=info.tenant,
             )
-            self._stub.OpenNamespace(request, timeout=CALL_TIMEOUT_S)
+            answer = self._stub.OpenNamespace(request, timeout=CALL_TIMEOUT_S)
             attached.opened.add(info.fingerprint)
+            namespace.last_costs = namespace.last_costs or answer.costs
         return attached
 
     def _copying(self, attached: Attached) -> _Copying:
@@ -410,6 +469,9 @@ class Store:
         """Reacts to a failed call: forgets what the server forgot, raises what is our fault."""
         error = error_of(call)
         attached = self._connection.attached
+        if attached is not None and call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            # It may hang for long; one call a while finds out, not each one that is waiting.
+            attached.silent_until_s = time.monotonic() + SILENCE_S
         if isinstance(error, UnknownNamespace) and attached is not None:
             attached.opened.discard(namespace.info.fingerprint)
         elif isinstance(error, RequestError) and not isinstance(error, UnknownLease | TooMany):

@@ -1,4 +1,4 @@
-"""Which of a request's new blocks are stored: three rules that a replay compares.
+"""Which of a request's new blocks are stored: the rules that a replay compares.
 
 Each is asked once a request, after its lookup, and knows only what came before. A rule answers
 with how many of the new blocks to store, from the first: only a prefix is useful.
@@ -9,26 +9,39 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import accumulate, takewhile
 from types import MappingProxyType
 
 from kvstore.clock import Clock
+from kvstore.demand import Demand
+from kvstore.history import History
 from kvstore.replay.trace import RequestKeys
 from kvstore.reuse import ReuseSketch
-from kvstore.types import BlockKey
+from kvstore.store import ROOM_SHARE
+from kvstore.types import BlockKey, Fingerprint, MissReason
+
+_NAMESPACE = Fingerprint(bytes(32))
 
 
 class Admission(ABC):
     """Decides what is worth a write."""
 
     @abstractmethod
-    def admit(self, request: RequestKeys, hits: int) -> int:
-        """How many of the blocks after the first `hits`, which are present, to store."""
+    def admit(self, request: RequestKeys, hits: int, free: float) -> int:
+        """How many of the blocks after the first `hits`, which are present, to store.
+
+        `free` is the share of the store that is free.
+        """
+
+    def evicted(self, key: BlockKey) -> None:
+        """Hears of each block that made room. Only what learns from it needs to listen."""
+        return
 
 
 class AdmitAll(Admission):
     """Stores whatever is new."""
 
-    def admit(self, request: RequestKeys, hits: int) -> int:
+    def admit(self, request: RequestKeys, hits: int, free: float) -> int:
         return len(request.keys) - hits
 
 
@@ -42,7 +55,7 @@ class SecondSight(Admission):
     def __init__(self, clock: Clock):
         self._sketch = ReuseSketch(clock)
 
-    def admit(self, request: RequestKeys, hits: int) -> int:
+    def admit(self, request: RequestKeys, hits: int, free: float) -> int:
         new = request.keys[hits:]
         counts = self._sketch.counts(new)
         self._sketch.note(request.keys)
@@ -88,6 +101,36 @@ class _Ghost:
 
 
 class Gain(Admission):
+    """The rule of servers and engines, where a block's KV saves the same wherever it stands.
+
+    The server knows how likely each block is asked for again, and how likely that is of what it
+    would displace (`kvstore.demand`); an engine stores the beginning of the new blocks for which
+    the sum of the differences is highest (`decide_store`, in the engine's package). What only a
+    running engine can tell, its measured costs, is left out: storing and loading cost nothing.
+    """
+
+    def __init__(self, clock: Clock):
+        self._demand = Demand(ReuseSketch(clock))
+        self._history = History(clock)
+
+    def admit(self, request: RequestKeys, hits: int, free: float) -> int:
+        chances = self._demand.note(_NAMESPACE, request.keys)[hits:]
+        evicted = takewhile(self._was_evicted, request.keys[hits:])
+        self._demand.note_regretted(sum(1 for _ in evicted))
+        pressure = self._demand.pressure if free < ROOM_SHARE else 0.0
+        gains = list(accumulate(chance - pressure for chance in chances))
+        best = max(gains, default=0.0)
+        return len(gains) - gains[::-1].index(best) if best > 0 else 0
+
+    def evicted(self, key: BlockKey) -> None:
+        self._demand.note_evicted()
+        self._history.note([key], MissReason.EVICTED)
+
+    def _was_evicted(self, key: BlockKey) -> bool:
+        return self._history.reason(key) is MissReason.EVICTED
+
+
+class Duel(Admission):
     """Stores at first sight where that earns its writes, else at second sight.
 
     Two ghosts compete on a sample of the blocks, at the store's capacity scaled down: one stores
@@ -103,7 +146,7 @@ class Gain(Admission):
         self._second = _Ghost(capacity)
         self._uses = 0
 
-    def admit(self, request: RequestKeys, hits: int) -> int:
+    def admit(self, request: RequestKeys, hits: int, free: float) -> int:
         counts = self._sketch.counts(request.keys)
         self._sketch.note(request.keys)
         for key, count in zip(request.keys, counts, strict=True):
@@ -130,7 +173,8 @@ ADMISSIONS: Mapping[str, Callable[[Clock, int], Admission]] = MappingProxyType(
     {
         "all": lambda clock, capacity_blocks: AdmitAll(),
         "second-sight": lambda clock, capacity_blocks: SecondSight(clock),
-        "gain": Gain,
+        "gain": lambda clock, capacity_blocks: Gain(clock),
+        "duel": Duel,
     }
 )
 """Makes each rule, by its name, for a store of some capacity."""

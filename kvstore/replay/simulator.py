@@ -49,11 +49,17 @@ class SimulatedTier:
         self.index = Namespace(
             NamespaceInfo(Fingerprint(bytes(32)), block_bytes=1, block_tokens=1, model="trace")
         )
+        self.on_evicted: Callable[[BlockKey], None] = lambda key: None
         self._policy = policy
-        self._free = capacity_blocks
+        self._capacity = self._free = capacity_blocks
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def free(self) -> float:
+        """The share that is free."""
+        return self._free / self._capacity
 
     def find(self, keys: Sequence[BlockKey]) -> list[Block]:
         """The longest present prefix, now touched."""
@@ -102,6 +108,7 @@ class SimulatedTier:
         self._policy.remove(victim)
         self.index.remove(victim)
         victim.generation = 0
+        self.on_evicted(victim.key)
         return True
 
 
@@ -160,6 +167,7 @@ def replay(
     clock = TraceClock()
     tier = SimulatedTier(policy(clock), capacity_blocks)
     rule = admission(clock, capacity_blocks)
+    tier.on_evicted = rule.evicted
     expiry = Expiry(tier, ttl_s) if ttl_s is not None else None
     hits = np.zeros(trace.requests, np.int64)
     stored = np.zeros(trace.requests, np.int64)
@@ -170,7 +178,7 @@ def replay(
                 expiry.sweep(clock.now_s)
             prefix = tier.find(request.keys)
             hits[index] = hit = len(prefix)
-            wanted = rule.admit(request, hit)
+            wanted = rule.admit(request, hit, tier.free)
             new = tier.store(prefix, request.keys[hit : hit + wanted]) if wanted else []
             stored[index] = len(new)
             if expiry is not None:

@@ -5,7 +5,10 @@ Used within the server's event loop.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from kvstore.clock import Clock
 from kvstore.leases import SessionId
@@ -18,7 +21,17 @@ from kvstore.report.snapshot import (
     snapshot,
 )
 from kvstore.store import Store
-from kvstore.types import NamespaceInfo, TierName, TierState, TierStatus, Usage
+from kvstore.types import (
+    Decision,
+    Fingerprint,
+    NamespaceInfo,
+    TierName,
+    TierState,
+    TierStatus,
+    Usage,
+)
+
+DECISIONS_KEPT = 1000
 
 
 class Board:
@@ -43,10 +56,34 @@ class Board:
         self._started_wall_s = clock.wall_s()
         self._started_s = clock.monotonic_s()
         self._engines: dict[SessionId, tuple[int, int]] = {}
+        self._costs: dict[Fingerprint, str] = {}
+        self._decisions: deque[tuple[float, NamespaceInfo, Decision]] = deque(maxlen=DECISIONS_KEPT)
 
-    def record(self, info: NamespaceInfo, usage: Usage) -> None:
-        """Adds what an engine saw. Raises InvalidRequest when it can't be so."""
+    def record(
+        self,
+        info: NamespaceInfo,
+        usage: Usage,
+        decisions: Sequence[Decision] = (),
+        costs: str = "",
+    ) -> None:
+        """Adds what an engine saw, decided and measured. Raises InvalidRequest for impossible."""
         self._ledger.record(info, usage)
+        now_s = self._clock.wall_s()
+        self._decisions.extend((now_s, info, decision) for decision in decisions)
+        if costs:
+            self._costs[info.fingerprint] = costs
+
+    def costs_of(self, namespace: Fingerprint) -> str:
+        """What an engine of this namespace has measured last; empty when none has told."""
+        return self._costs.get(namespace, "")
+
+    def explain(self, last: int = 0) -> list[dict[str, Any]]:
+        """The last decisions, the latest first."""
+        kept = list(self._decisions)[-last:]
+        return [
+            {"at": at_s, "model": info.model, "tenant": info.tenant, **asdict(decision)}
+            for at_s, info, decision in reversed(kept)
+        ]
 
     def note_engine(self, session: SessionId, capacity_bytes: int, used_bytes: int) -> None:
         """Notes how full an engine's own pool, its gpu tier, is now."""

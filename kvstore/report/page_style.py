@@ -74,6 +74,7 @@ FILLS: Mapping[str, str] = {
     MissReason.OVERWRITTEN: "red5",
     SkipReason.GAIN_TOO_SMALL: "violet1",
     SkipReason.COSTS_MORE_THAN_IT_SAVES: "violet2",
+    SkipReason.DISPLACES_MORE: "amber3",
     SkipReason.QUEUE_FULL: "amber2",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from enum import StrEnum
 from typing import TypeVar
 
@@ -13,8 +14,10 @@ from kvstore.types import (
     KEY_BYTES,
     BlockCount,
     BlockKey,
+    Decision,
     Fingerprint,
     MissReason,
+    Outlook,
     SkipReason,
     TierName,
     Usage,
@@ -139,6 +142,57 @@ def usage_from_wire(usage: pb.Usage) -> Usage:
         count_from_wire(usage.already_present),
         _counts(SKIP_FROM_WIRE, [(entry.reason, entry.count) for entry in usage.skipped]),
         *seconds,
+    )
+
+
+def outlook_to_wire(outlook: Outlook) -> pb.Outlook:
+    """An outlook as a message."""
+    return pb.Outlook(
+        reuse=bytes(round(255 * chance) for chance in outlook.reuse),
+        pressure=outlook.pressure,
+        redis_latency_s=outlook.far_latency_s,
+        redis_bytes_per_s=outlook.far_bytes_per_s,
+    )
+
+
+def outlook_from_wire(outlook: pb.Outlook) -> Outlook:
+    """A message as an outlook."""
+    return Outlook(
+        [chance / 255 for chance in outlook.reuse],
+        outlook.pressure,
+        outlook.redis_latency_s,
+        outlook.redis_bytes_per_s,
+    )
+
+
+_DECISION_NUMBERS = tuple(
+    field.name for field in fields(Decision) if not field.name.endswith("reason")
+)
+
+
+def decision_to_wire(decision: Decision) -> pb.Decision:
+    """A decision as a message."""
+    message = pb.Decision(**{name: getattr(decision, name) for name in _DECISION_NUMBERS})
+    if decision.load_reason is not None:
+        message.load_reason = MISS_TO_WIRE[decision.load_reason]
+    if decision.skip_reason is not None:
+        message.skip_reason = SKIP_TO_WIRE[decision.skip_reason]
+    return message
+
+
+def decision_from_wire(message: pb.Decision) -> Decision:
+    """A message as a decision. Raises InvalidRequest for impossible numbers or reasons."""
+    numbers = {name: getattr(message, name) for name in _DECISION_NUMBERS}
+    if not all(math.isfinite(value) for value in numbers.values()):
+        raise InvalidRequest("decision: all numbers must be finite")
+    if message.load_reason and message.load_reason not in MISS_FROM_WIRE:
+        raise InvalidRequest(f"decision: miss reason {message.load_reason} is unknown")
+    if message.skip_reason and message.skip_reason not in SKIP_FROM_WIRE:
+        raise InvalidRequest(f"decision: skip reason {message.skip_reason} is unknown")
+    return Decision(
+        **numbers,
+        load_reason=MISS_FROM_WIRE.get(message.load_reason),
+        skip_reason=SKIP_FROM_WIRE.get(message.skip_reason),
     )
 
 

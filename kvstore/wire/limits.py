@@ -10,3 +10,6 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
+COSTS_CHARS_MAX = 1 << 16
+POSITION_MAX = 1 << 24
+"""Of a block in its prefix."""

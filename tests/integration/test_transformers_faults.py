@@ -205,8 +205,8 @@ def test_a_load_that_takes_too_long_is_broken_off_and_computed(
     ids = prompt(300)
     with Watched(tiny_llama(), store, salt=name) as model:
         model.generate(ids)
-        monkeypatch.setattr("engine.session.LOAD_TIMEOUT_S_UNKNOWN", 0.2)
-        monkeypatch.setattr("engine.session.LOAD_TIMEOUT_S_MIN", 0.2)
+        monkeypatch.setattr("engine.request.LOAD_TIMEOUT_S_MAX", 0.2)
+        monkeypatch.setattr("engine.request.LOAD_TIMEOUT_S_MIN", 0.2)
         load = model.cached.session.namespace.load
 
         def slow(found: Any, sink: Any, **options: Any) -> Any:

@@ -17,7 +17,7 @@ import kvstore
 from engine.admission import Override
 from engine.costs import CostModel, DecodeCost, PrefillCost
 from engine.hashing import block_keys
-from engine.session import Request
+from engine.request import Request
 from kvstore.testing import ServerProcess
 from kvstore.types import MissReason, SkipReason, TierName
 from tests.helpers import eventually

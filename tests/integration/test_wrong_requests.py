@@ -167,6 +167,31 @@ def test_a_lease_must_have_a_session_and_a_time(evil: Raw, refused: Callable[...
     refused(NOT_FOUND, "session 0x2a is not attached", look(42, 1000))
 
 
+@pytest.mark.parametrize("first", [-1, 1 << 30])
+def test_a_lookup_begins_at_a_position_that_a_block_may_have(
+    first: int, evil: Raw, refused: Callable[..., None]
+) -> None:
+    request = pb.LookupRequest(namespace=INFO.fingerprint, keys=JOINED, first=first)
+    refused(INVALID, "no position of a block", lambda: evil.stub.Lookup(request))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"costs": "x" * 70_000}, "too many"),
+        ({"decisions": [pb.Decision(gain_s=float("nan"))]}, "must be finite"),
+        ({"decisions": [pb.Decision(load_reason=99)]}, "miss reason 99 is unknown"),
+        ({"decisions": [pb.Decision(skip_reason=99)]}, "skip reason 99 is unknown"),
+    ],
+)
+def test_what_an_engine_tells_of_its_decisions_must_make_sense(
+    wrong: dict[str, Any], words: str, evil: Raw, refused: Callable[..., None]
+) -> None:
+    request = pb.RecordUsageRequest(namespace=INFO.fingerprint, **wrong)
+    refused(INVALID, words, lambda: evil.stub.RecordUsage(request))
+    refused(INVALID, "negative", lambda: evil.stub.Explain(pb.ExplainRequest(last=-1)))
+
+
 def test_a_store_must_have_a_session_that_is_attached(
     evil: Raw, refused: Callable[..., None]
 ) -> None:

@@ -17,6 +17,8 @@ from kvstore.arena import Arena
 from kvstore.eviction.lru import LRU
 from kvstore.index import Block
 from kvstore.outbox import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, Outbox
+from kvstore.pace import Pace
+from kvstore.testing import FakeClock
 from kvstore.tiers.base import RemoteTier
 from kvstore.tiers.cpu import CpuTier
 from kvstore.types import BlockKey, Fingerprint, NamespaceInfo, Outcome
@@ -99,7 +101,8 @@ def run(outbox: Outbox, test: Callable[[], Awaitable[None]]) -> None:
 
 
 def make(cpu: CpuTier, remote: Remote, executor: ThreadPoolExecutor, blocks: int = 100) -> Outbox:
-    return Outbox(cpu, cast(RemoteTier, remote), executor, blocks * BLOCK_BYTES)
+    limit = blocks * BLOCK_BYTES
+    return Outbox(cpu, cast(RemoteTier, remote), executor, limit, Pace(), FakeClock())
 
 
 def test_blocks_of_one_prefix_go_as_one_batch_with_their_checksums(

@@ -15,11 +15,14 @@ import pytest
 
 from kvstore import codec
 from kvstore.arena import Arena
+from kvstore.demand import Demand
 from kvstore.errors import InvalidRequest, UnknownLease
 from kvstore.eviction.lru import LRU
 from kvstore.history import History
 from kvstore.index import Block
 from kvstore.leases import LeaseId, Leases, SessionId
+from kvstore.pace import Pace
+from kvstore.reuse import ReuseSketch
 from kvstore.store import STORE_LEASE_S, LookupResult, Store
 from kvstore.testing import FakeClock
 from kvstore.tiers.base import RemoteTier
@@ -129,6 +132,7 @@ class World:
         self.arena = Arena(folder / "a.arena", 4096 + SLOTS * 4096, 1, SLOTS * 4096)
         self.cpu = CpuTier(self.arena, LRU)
         self.leases: Leases[Any] = Leases(self.clock, random.Random(1))
+        self.demand = Demand(ReuseSketch(self.clock))
         self.store = Store(
             self.cpu,
             self.remote,
@@ -138,6 +142,8 @@ class World:
             Watchers(),
             self.clock,
             executor,
+            self.demand,
+            Pace(),
         )
         self.store.open_namespace(INFO)
         self.session = self.leases.open_session("test")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 
 from kvstore import errors
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.types import BlockCount, BlockKey, MissReason, SkipReason, TierName, Usage
+from kvstore.types import (
+    BlockCount,
+    BlockKey,
+    Decision,
+    MissReason,
+    Outlook,
+    SkipReason,
+    TierName,
+    Usage,
+)
 from kvstore.wire import convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire.limits import KEYS_MAX
@@ -138,6 +148,33 @@ USAGES = st.builds(
 def test_usage_comes_back_as_it_was_sent(usage: Usage) -> None:
     sent = convert.usage_to_wire(usage).SerializeToString()
     assert convert.usage_from_wire(pb.Usage.FromString(sent)) == usage
+
+
+DECISIONS = st.builds(
+    Decision,
+    **{
+        field.name: st.floats(0, 1e9) if field.type == "float" else st.integers(0, 1 << 40)
+        for field in fields(Decision)
+        if not field.name.endswith("reason")
+    },
+    load_reason=st.none() | st.sampled_from(MissReason),
+    skip_reason=st.none() | st.sampled_from(SkipReason),
+)
+
+
+@given(DECISIONS)
+def test_a_decision_comes_back_as_it_was_sent(decision: Decision) -> None:
+    sent = convert.decision_to_wire(decision).SerializeToString()
+    assert convert.decision_from_wire(pb.Decision.FromString(sent)) == decision
+
+
+@given(st.lists(st.floats(0, 1), max_size=20), st.floats(0, 1))
+def test_an_outlook_comes_back_to_a_part_in_255(reuse: list[float], pressure: float) -> None:
+    sent = convert.outlook_to_wire(Outlook(reuse, pressure, 0.5, 2e9)).SerializeToString()
+    back = convert.outlook_from_wire(pb.Outlook.FromString(sent))
+    assert back.reuse == pytest.approx(reuse, abs=1 / 255)
+    assert (back.far_latency_s, back.far_bytes_per_s) == (0.5, 2e9)
+    assert back.pressure == pytest.approx(pressure, abs=1e-6)
 
 
 def test_usage_with_a_reason_twice_or_of_another_version_is_refused() -> None:

@@ -34,6 +34,8 @@ class Engine(vllm_engine.Engine):
         self, target: str | None = None, *, extra: dict[str, Any] | None = None, **settings: Any
     ):
         config = None if target is None else vllm_engine.connector(target, **(extra or {}))
+        if config is not None and "role" in settings:
+            config["kv_role"] = settings.pop("role")
         settings.setdefault("model", model.prepare("float32"))
         process = Path(__file__).parent / "engine_process.py"
         super().__init__(kv_transfer_config=config, process=process, **settings)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.vllm_engine import do_generate, drain_saves, serve
 
-COUNTS = {"preemptions": 0, "failed_loads": 0, "asked": 0}
+COUNTS = {"preemptions": 0, "failed_loads": 0, "asked": 0, "timed_out": 0}
 
 
 def do_state(llm: Any) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def do_state(llm: Any) -> dict[str, Any]:
             thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore")
         ),
         "free_pages": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "skipped": {why: skip.blocks for why, skip in side.session.usage.skipped.items()},
         "misses": {why: miss.tokens for why, miss in side.session.usage.misses.items()},
         **COUNTS,
     }
@@ -71,8 +72,10 @@ if __name__ == "__main__":
 
     from engine.plugins.vllm.scheduler import SchedulerSide
     from engine.plugins.vllm.worker import WorkerSide
+    from kvstore.client import Store
 
     count(Scheduler, "_preempt_request", "preemptions")
     count(WorkerSide, "_missing", "failed_loads", all_calls=False)
     count(SchedulerSide, "_ask", "asked")
+    count(Store, "_note", "timed_out")
     serve({"generate": do_generate, "state": do_state, "reset": do_reset, "abort": do_abort})

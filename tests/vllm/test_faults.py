@@ -105,19 +105,22 @@ def test_a_server_that_is_killed_and_comes_back(text: list[int]) -> None:
             assert sum("no kvstore server" in line for line in warnings) == 1
 
 
-def test_a_reset_drops_what_was_stored_or_says_that_it_could_not(
+def test_after_a_reset_the_engine_goes_without_the_store(
     server: ServerProcess, text: list[int]
 ) -> None:
+    """Its weights may have changed; what is stored stays right for engines with the files."""
     prompt = text[:300]
     with Engine(server.target, extra=ALWAYS) as engine:
         expected = tokens_of(engine.generate(prompt))
         assert cached_of(engine.generate(prompt)) == [256]
         assert engine.ask("reset", reset_connector=True)
-        assert cached_of(engine.generate(prompt)) == [0]
-        server.stop()
-        assert not engine.ask("reset", reset_connector=True)
-        assert tokens_of(engine.generate(prompt)) == expected
-        server.start()
+        assert cached_of(engine.generate(prompt, text[400:800])) == [0, 0]
+        state = engine.ask("state")
+        assert (state["requests"], state["tracked"]) == (0, 0)
+    with Engine(server.target, extra=ALWAYS) as fresh:
+        both = fresh.generate(prompt, text[400:800])
+        assert cached_of(both) == [256, 0]
+        assert tokens_of(both)[:1] == expected
 
 
 def test_a_server_that_hangs_delays_no_more_than_a_lookup_may(
@@ -133,7 +136,7 @@ def test_a_server_that_hangs_delays_no_more_than_a_lookup_may(
                 assert (tokens_of(hung), cached_of(hung)) == (expected, [0])
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        # The second one did not even ask: the first one's lookup was still under way.
+        # The second one did not wait: the lookup was under way, or the server counted as away.
         state = engine.ask("state")
-        assert state["misses"]["too_slow"] == 2 * 448
-        assert state["asked"] == 2
+        assert state["misses"]["too_slow"] >= 448
+        assert state["misses"]["too_slow"] + state["misses"].get("server_down", 0) == 2 * 448

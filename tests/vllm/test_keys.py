@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
@@ -10,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from engine.hashing import block_keys
-from engine.plugins.vllm.scheduler import extras_of
+from engine.plugins.vllm.extras import Adapters, extras_of, has_known_identity
 from kvstore.types import Fingerprint
 
 TOKENS = list(range(200))
@@ -65,3 +68,63 @@ def test_extras_from_a_later_block_on_are_the_same() -> None:
     whole = extras_of(request, 200, 64)
     assert set(whole) == {0, 1, 2}
     assert extras_of(request, 200, 64, first=1) == {block: whole[block] for block in (1, 2)}
+
+
+def test_only_what_is_named_by_its_content_has_a_known_identity() -> None:
+    def known(**options: Any) -> bool:
+        request = Request("r", list(TOKENS), SamplingParams(max_tokens=1), None, **options)
+        return has_known_identity(request)
+
+    assert known()
+    assert known(cache_salt="a")
+    assert known(mm_features=[image("0f" * 32, 70)])
+    # A client's own name, and vLLM's count of images when it does not hash them.
+    assert not known(mm_features=[image("0f" * 32, 10), image("my-cat", 70)])
+    assert not known(mm_features=[image("renderer0-mm-1-image-0", 70)])
+
+
+def test_an_adapter_is_known_only_by_files_from_before_the_engine_started(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(b"first")
+    adapter = LoRARequest("one", 1, str(folder))
+    later_s = time.time() + 60
+
+    assert not Adapters(time.time() - 60).is_known(adapter)
+    assert not Adapters(later_s).is_known(LoRARequest("hub", 2, "somebody/adapter"))
+
+    adapters = Adapters(later_s)
+    assert adapters.is_known(adapter)
+    first = adapters.digest(adapter)
+    assert adapters.is_known(adapter)
+    # Same size, and the time set back.
+    times = weights.stat()
+    weights.write_bytes(b"other")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert not adapters.is_known(adapter)
+
+    assert Adapters(later_s).digest(adapter) != first
+    weights.write_bytes(b"first")
+    assert Adapters(later_s).digest(adapter) == first
+
+
+def test_a_folder_that_is_a_link_to_another_one_is_noticed(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
+    current = tmp_path / "current"
+    current.symlink_to(tmp_path / "one")
+    adapters = Adapters(time.time() + 60)
+    adapter = LoRARequest("current", 1, str(current))
+    assert adapters.is_known(adapter)
+    current.unlink()
+    current.symlink_to(tmp_path / "two")
+    assert not adapters.is_known(adapter)
+
+
+def test_the_adapter_is_in_every_block() -> None:
+    request = Request("r", list(TOKENS), SamplingParams(max_tokens=1), None)
+    assert extras_of(request, 200, 64, adapter=b"digest") == {
+        block: [b"digest"] for block in range(3)
+    }

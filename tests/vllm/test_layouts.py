@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_adapters_never_hit_each_other(
 
     one = ["one", 1, str(tiny.adapter(tmp_path / "one", 1))]
     two = ["two", 2, str(tiny.adapter(tmp_path / "two", 2))]
-    settings = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     prompt = text[:300]
     with Engine(server.target, extra=ALWAYS, **settings) as engine:
         answers = []
@@ -125,3 +126,32 @@ def test_adapters_never_hit_each_other(
             assert (tokens_of(warm), cached_of(warm)) == (tokens_of(cold), [256])
             answers.append(tokens_of(cold)[0])
         assert answers[0] != answers[1] != answers[2]
+        # Under the first one's name and path another one's weights: vLLM may load them any time.
+        shutil.copytree(two[2], one[2], dirs_exist_ok=True)
+        assert cached_of(engine.generate(prompt, lora=one)) == [0]
+    with Engine(server.target, extra=ALWAYS, **settings) as fresh:
+        changed = fresh.generate(prompt, lora=one)
+        assert (cached_of(changed), tokens_of(changed)) == ([0], [answers[2]])
+        assert cached_of(fresh.generate(prompt, lora=two)) == [256]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"load_format": "dummy"}, "not known to be those of the files"),
+        ({"role": "kv_producer"}, "kv_both"),
+    ],
+)
+def test_what_would_make_the_identity_false_is_refused(
+    server: ServerProcess, tmp_path: Path, changed: dict[str, str], message: str
+) -> None:
+    from . import tiny
+
+    settings = {
+        "model": str(tiny.llama(tmp_path / "llama")),
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+        **changed,
+    }
+    with pytest.raises(EngineFailed, match=message), Engine(server.target, **settings):
+        pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,40 @@ def test_two_engines_in_need_of_memory_share_a_server(
     assert totals["hits"]["cpu"]["tokens"] > 0
     counted = [*totals["hits"].values(), *totals["misses"].values()]
     assert sum(one["tokens"] for one in counted) == totals["prompt"]["tokens"]
+
+
+def test_a_server_that_hangs_holds_neither_memory_nor_requests(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    """Finished requests wait for their stores; the others go on, and the stores are given up."""
+    from . import tiny
+
+    chance = random.Random(3)
+    prompts = [[chance.randrange(tiny.VOCABULARY) for _ in range(200)] for _ in range(40)]
+    settings: dict[str, Any] = {
+        "model": str(tiny.llama(tmp_path / "llama")),
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+    }
+    with Engine(**settings) as plain:
+        expected = tokens_of(plain.generate(*prompts))
+    with Engine(
+        server.target,
+        extra={"load": "always", "store": "always"},
+        num_gpu_blocks_override=PAGES,
+        max_num_seqs=4,
+        **settings,
+    ) as engine:
+        assert tokens_of(engine.generate(*prompts[:2])) == expected[:2]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            assert tokens_of(engine.generate(*prompts)) == expected
+            state = engine.ask("state")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert (state["requests"], state["tracked"]) == (0, 0)
+        assert state["free_pages"] == PAGES - 1
+        skipped = state["skipped"]
+        assert skipped["server_down"] > 0
+        # The first calls waited for an answer; then the server counted as away.
+        assert state["timed_out"] < len(prompts) / 2, skipped

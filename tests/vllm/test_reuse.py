@@ -57,3 +57,23 @@ def test_a_fresh_process_loads_what_another_stored(server: ServerProcess, text: 
     assert report["totals"]["misses"].keys() == {"never_seen", "tail"}
     assert report["control"]["leases"] == 0
     assert report["control"]["reserved_slots"] == 0
+
+
+def test_a_request_may_override_both_decisions(server: ServerProcess, text: list[int]) -> None:
+    prompt = text[:300]
+    with Engine(server.target, extra={"load": "always", "store": "always"}) as engine:
+
+        def cached(**params: object) -> list[int]:
+            return cached_of(engine.generate(prompt, params={"kvstore": params}))
+
+        expected = tokens_of(engine.generate(prompt, params={"kvstore": {"store": "never"}}))
+        assert cached(store="always") == [0]
+        assert cached(load="never") == [0]
+        # What can't be understood is not guessed.
+        assert cached(load="sometimes") == [0]
+        assert cached(laod="always") == [0]
+        again = engine.generate(prompt)
+        assert (cached_of(again), tokens_of(again)) == ([256], expected)
+        assert "did you mean load" in engine.output()
+    skipped = settled_report(server, 6)["totals"]["skipped"]
+    assert skipped["by_request"]["blocks"] == 3 * 4

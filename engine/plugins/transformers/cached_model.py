@@ -18,7 +18,8 @@ from engine.admission import Override
 from engine.plugins.copying import copy_beside
 from engine.plugins.transformers import support
 from engine.plugins.transformers.support import CACHE_ARGUMENT, CACHE_ARGUMENTS, Model, layers_of
-from engine.session import EngineSession, Request, Timing
+from engine.request import Request, Timing
+from engine.session import EngineSession
 from kvstore.errors import InvalidRequest, UnsupportedModel
 from kvstore.tiers.gpu import GpuTier
 

@@ -26,6 +26,7 @@ from engine.plugins.vllm.metrics import UsageMetrics, UsageStats
 from engine.plugins.vllm.options import Options
 from engine.plugins.vllm.scheduler import SchedulerSide
 from engine.plugins.vllm.worker import WorkerSide
+from kvstore.errors import ConfigError
 from kvstore.types import TierName
 
 log = logging.getLogger("kvstore.vllm")
@@ -41,6 +42,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
+        if transfer.kv_role != "kv_both":
+            # Only then does vLLM keep pages that a step under way may still write from loads.
+            raise ConfigError(f'kvstore needs "kv_role": "kv_both", not {transfer.kv_role!r}')
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         self._pool: BlockPool | None = None

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+import xxhash
 from huggingface_hub import try_to_load_from_cache
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -24,9 +26,11 @@ from engine.plugins.vllm.options import Options
 from kvstore.errors import UnsupportedModel
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-SAMPLES = 16
-SAMPLE_BYTES = 1 << 16
-"""Of each weight file, so many pieces of so many bytes identify it, with its name and size."""
+READ_BYTES = 16 << 20
+READERS = 8
+
+FILE_FORMATS = ("auto", "safetensors", "pt", "npcache", "gguf", "mistral", "bitsandbytes")
+"""Ways to load weights that take them from the files, and all of them."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -46,6 +50,10 @@ def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedModel(f"kvstore does not serve {name} {size} yet; use 1")
+    if (load_format := config.load_config.load_format) not in FILE_FORMATS:
+        raise UnsupportedModel(
+            f"with load_format {load_format!r} the weights are not known to be those of the files"
+        )
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         raise UnsupportedModel(
@@ -92,7 +100,7 @@ def layout_of(
     rope = rope_of(model.hf_text_config)
     layout = KVLayout(
         model=_model_name(model.model),
-        revision=f"{weights_digest(model)}/{settings_digest(config)}",
+        revision=f"{weights_digest(config)}/{settings_digest(config)}",
         dtype=dtype,
         kv_dtype=_name_of(spec.dtype),
         layers=len(group.layer_names),
@@ -158,6 +166,8 @@ def settings_digest(config: VllmConfig) -> str:
         "config": _settings(model.hf_config.to_dict()),
         "quantization": model.quantization,
         "runner": model.runner_type,
+        "loader": str(config.load_config.model_loader_extra_config),
+        "multimodal": getattr(model.multimodal_config, "mm_processor_kwargs", None),
     }
     kind = json.loads(rope_of(model.hf_text_config)).get("rope_type", "default")
     if kind in LENGTH_DEPENDENT_ROPE:
@@ -186,33 +196,44 @@ def rope_of(config: Any) -> str:
     return json.dumps(found, sort_keys=True, default=str)
 
 
-def weights_digest(model: Any) -> str:
-    """SHA-256 over samples of the weights' files, the same for the same files anywhere.
+def weights_digest(config: VllmConfig) -> str:
+    """A hash over the whole content of the weights' files, the same for the same files anywhere.
 
-    Where there are no files to look at, it is over the model's name and revision.
+    Samples would not do: a fine-tune may differ from its base in some rows of the embedding.
+    vLLM has just read the files, so they come from the page cache.
+
+    Raises:
+        UnsupportedModel: there are no files to look at.
     """
-    folder = _folder_of(model)
+    model = config.model_config
+    folder = _folder_of(model, config.load_config.download_dir)
     files = sorted(_weight_files(folder)) if folder is not None else []
-    digest = hashlib.sha256()
     if not files:
-        digest.update(f"{model.model} {model.revision}".encode())
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+        raise UnsupportedModel(
+            f"the weights' files of {model.model} can't be found, and its name alone does not "
+            "say which weights it has; give the path of a folder"
+        )
+    with ThreadPoolExecutor(READERS) as readers:
+        contents = list(readers.map(_content_hash, files))
+    named = [(path.name, content) for path, content in zip(files, contents, strict=True)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
-def _folder_of(model: Any) -> Path | None:
+def _content_hash(path: Path) -> str:
+    content = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            content.update(piece)
+    return content.hexdigest()
+
+
+def _folder_of(model: Any, download_dir: str | None) -> Path | None:
     path = Path(model.model)
     if path.is_dir():
         return path
     if path.is_file():
         return path.parent
-    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    config = try_to_load_from_cache(model.model, "config.json", download_dir, model.revision)
     return Path(config).parent if isinstance(config, str) else None
 
 

@@ -16,6 +16,8 @@ from kvstore.client import Stored
 from kvstore.types import BlockKey
 
 RequestId = str
+Pages = list[int]
+"""vLLM's block ids."""
 RankKeys = tuple[list[BlockKey], ...]
 """Keys of consecutive blocks, for each rank."""
 
@@ -26,8 +28,8 @@ class LoadJob:
 
     request_id: RequestId
     keys: RankKeys
-    pages: list[int]
-    """vLLM's block ids for all of these blocks."""
+    pages: Pages
+    """For all of these blocks."""
     kept_pages: int
     """So many of the first ones hold what vLLM's own cache had; they may be shared: left alone."""
     timeout_s: float
@@ -40,7 +42,7 @@ class SaveJob:
     request_id: RequestId
     keys: RankKeys
     parents: tuple[BlockKey | None, ...]
-    pages: list[int]
+    pages: Pages
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.admission import Override
@@ -36,23 +36,9 @@ class Options:
         Raises:
             ConfigError: a key is unknown, or a value is of the wrong kind.
         """
-        names = [field.name for field in fields(cls)]
-        for key in given:
-            if key not in names:
-                nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
-                hint = f"; did you mean {nearest[0]}?" if nearest else ""
-                raise ConfigError(
-                    f"kv_connector_extra_config has no {key!r}{hint} Known are {', '.join(names)}."
-                )
-        values = dict(given)
-        for name in ("load", "store"):
-            if name in values and values[name] not in list(Override):
-                raise ConfigError(
-                    f"{name} is {', '.join(Override)}, not {values[name]!r} "
-                    "(in kv_connector_extra_config)"
-                )
-            if name in values:
-                values[name] = Override(values[name])
+        where = "kv_connector_extra_config"
+        _check_names(where, given, [field.name for field in fields(cls)])
+        values = {**given, **_overrides(where, given)}
         for name in ("target", "tenant", "salt"):
             if not isinstance(values.get(name, ""), str):
                 raise ConfigError(f"{name} is a text, not {values[name]!r}")
@@ -60,6 +46,21 @@ class Options:
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise ConfigError(f"block_tokens is a number of tokens, not {tokens!r}")
         return cls(**values)
+
+    def for_request(self, params: Mapping[str, Any] | None) -> Options:
+        """With what one request says in `kv_transfer_params["kvstore"]`: "load" and "store".
+
+        Raises:
+            ConfigError: it says anything else.
+        """
+        given = (params or {}).get("kvstore")
+        if given is None:
+            return self
+        where = 'kv_transfer_params["kvstore"]'
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where} is an object with load and store, not {given!r}")
+        _check_names(where, given, ["load", "store"])
+        return replace(self, **_overrides(where, given))
 
     def block_tokens_for(self, page_tokens: int) -> int:
         """Tokens a block for an engine whose own blocks have `page_tokens`.
@@ -75,3 +76,23 @@ class Options:
                 f"not {self.block_tokens}"
             )
         return self.block_tokens
+
+
+def _check_names(where: str, given: Mapping[str, Any], names: list[str]) -> None:
+    for key in given:
+        if key not in names:
+            nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ConfigError(f"{where} has no {key!r}{hint} Known are {', '.join(names)}.")
+
+
+def _overrides(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    for name in ("load", "store"):
+        if name in given:
+            if given[name] not in list(Override):
+                raise ConfigError(
+                    f"{name} is {', '.join(Override)}, not {given[name]!r} (in {where})"
+                )
+            chosen[name] = Override(given[name])
+    return chosen

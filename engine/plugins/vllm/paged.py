@@ -161,11 +161,13 @@ class _Staged:
 class _StagedScatter(_Staged):
     def __init__(self, cache: PagedCache, pages: Sequence[int], kept: int = 0):
         super().__init__(cache, pages, kept)
-        self._stage = self._buffer(self._room, self._device)
+        self._stage: torch.Tensor | None = None
         self._positions: list[int] = []
 
     @torch.inference_mode()
     def sink(self, position: int, view: memoryview) -> None:
+        if self._stage is None:  # not before its turn: many loads may be queued
+            self._stage = self._buffer(self._room, self._device)
         block = torch.frombuffer(view, dtype=torch.uint8).view(self._cache.block_shape)
         self._stage[:, len(self._positions)].copy_(block)
         self._positions.append(position)
@@ -179,7 +181,7 @@ class _StagedScatter(_Staged):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _flush(self) -> None:
-        if not self._positions:
+        if self._stage is None or not self._positions:
             return
         blocks = [self._cache.pages_of(self._pages, position) for position in self._positions]
         pages = [page for block in blocks for page in block]
@@ -198,7 +200,7 @@ class _StagedGather(_Staged):
     def __init__(self, cache: PagedCache, pages: Sequence[int]):
         super().__init__(cache, pages)
         self._first = self._end = 0
-        self._stage = self._buffer(0, "cpu")
+        self._stage = torch.empty(0)
 
     @torch.inference_mode()
     def source(self, position: int, view: memoryview) -> None:

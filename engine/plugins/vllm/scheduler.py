@@ -4,6 +4,9 @@ A request's life here: `match` asks the store, in the background, until the answ
 `allocated` sends a load job to the workers; `output` hears that it has arrived; `finished`
 decides what to store, and sends that. In all of it the scheduler waits for nothing but, once a
 step, for a millisecond, within which a lookup on this host mostly comes back.
+
+An error that left here would end the engine, whose requests can do without the store: so what
+might raise is caught, logged, and costs a recompute or a store.
 """
 
 from __future__ import annotations
@@ -13,26 +16,30 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-import msgpack
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request as VllmRequest
 
+from engine.admission import Override
 from engine.layout import KVLayout
-from engine.plugins.vllm.messages import LoadJob, RankKeys, RequestId, SaveJob, Step, WorkerReport
+from engine.plugins.vllm.extras import Adapters, extras_of, has_known_identity
+from engine.plugins.vllm.messages import LoadJob, Pages, RequestId, Step, WorkerReport
 from engine.plugins.vllm.options import Options
-from engine.session import EngineSession, LookedUp, Request, Timing
-from engine.transfer import Arrived, StoreJob
-from kvstore.client import Found, Store, Stored
-from kvstore.errors import KVStoreError
+from engine.plugins.vllm.saves import Saves
+from engine.request import Extras, LookedUp, Request, Timing
+from engine.session import EngineSession
+from engine.transfer import Arrived
+from kvstore.client import Found, Store
+from kvstore.errors import ConfigError
 from kvstore.types import MissReason, TierName, Usage
 
 log = logging.getLogger("kvstore.vllm")
 
 PATIENCE_S = 0.001
+"""How long lookups may keep the scheduler waiting in one step, all together."""
 LOOKUP_S_MAX = 0.5
 """A lookup that takes longer is given up, and the prompt computed."""
 LOOKUP_FRESH_S = 10.0
@@ -42,8 +49,6 @@ STEPS_MAX = 64
 """Steps under way whose beginning is remembered."""
 DECODE_STEPS = 64
 """So many steps of decoding are one measurement."""
-
-Pages = list[int]
 
 
 @dataclass
@@ -61,8 +66,10 @@ class _Tracked:
     """A request from its first being asked about to its end."""
 
     started_s: float
+    options: Options
     lookup: Future[LookedUp] | None = None
     asked_s: float = 0.0
+    asked: bool = False
     request: Request[None] | None = None
     """The plan in use."""
     first: Request[None] | None = None
@@ -74,67 +81,6 @@ class _Tracked:
     """From those ranks that have loaded."""
     prefill_s: float = 0.0
     unusable: bool = False
-
-
-class _Saves:
-    """Sends store jobs to the workers, and hears from them. A `Storing` of pages."""
-
-    def __init__(self, page_tokens: int, block_tokens: int, ranks: int):
-        self._pages_a_block = block_tokens // page_tokens
-        self._ranks = ranks
-        self._jobs: dict[RequestId, StoreJob[tuple[RequestId, Pages]]] = {}
-        self._heard: dict[RequestId, list[Stored]] = {}
-        self._unsent: list[SaveJob] = []
-
-    def store(self, job: StoreJob[tuple[RequestId, Pages]]) -> bool:
-        request_id, pages = job.source
-        start = job.first * self._pages_a_block
-        end = start + len(job.keys[0]) * self._pages_a_block
-        self._jobs[request_id] = job
-        self._unsent.append(
-            SaveJob(request_id, tuple(map(list, job.keys)), job.parents, pages[start:end])
-        )
-        return True
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._jobs
-
-    def take(self) -> list[SaveJob]:
-        unsent, self._unsent = self._unsent, []
-        return unsent
-
-    def heard(self, request_id: RequestId, stored: Stored) -> None:
-        """A rank has ended its part. What counts is the rank that kept least."""
-        heard = self._heard.setdefault(request_id, [])
-        heard.append(stored)
-        if len(heard) == self._ranks:
-            worst = min(heard, key=lambda one: one.stored + one.present)
-            self._jobs.pop(request_id).done(worst)
-            del self._heard[request_id]
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Only the engine's next step sends jobs, so there is nothing to wait for."""
-        return not self._jobs
-
-    def close(self) -> None:
-        """The workers end their own parts."""
-
-
-def extras_of(
-    request: VllmRequest, tokens: int, block_tokens: int, first: int = 0
-) -> dict[int, list[bytes]]:
-    """By block, from `first` on, what else decides its KV: adapter, salt, images.
-
-    It is vLLM's own list.
-    """
-    extras: dict[int, list[bytes]] = {}
-    image = 0
-    for block in range(first, tokens // block_tokens):
-        start = block * block_tokens
-        found, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
-        if found:
-            extras[block] = [msgpack.packb(one) for one in found]
-    return extras
 
 
 class SchedulerSide:
@@ -158,7 +104,8 @@ class SchedulerSide:
         self._page_tokens = page_tokens
         self._block_tokens = layouts[0].block_tokens
         self._clock = clock
-        self._saves = _Saves(page_tokens, self._block_tokens, len(layouts))
+        self._adapters = Adapters()
+        self._saves = Saves(page_tokens, self._block_tokens, len(layouts))
         self.session: EngineSession[None] = EngineSession(store, layouts, storing=self._saves)
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kvstore-lookup")
         self._tracked: dict[RequestId, _Tracked] = {}
@@ -167,9 +114,11 @@ class SchedulerSide:
         self._steps: dict[int, _Work] = {}
         self._output_s = 0.0
         self._decode = (0, 0.0)
-        self._patient = True
+        self._patience_s = PATIENCE_S
+        """What is left of it in this step."""
         self._late: Future[LookedUp] | None = None
         """A lookup that was given up. Until it ends, no request waits for another one."""
+        self._off = False
         self._told = Usage()
 
     # -- a request's life
@@ -179,23 +128,42 @@ class SchedulerSide:
 
         The second value is whether they come between steps: always, if there are any.
         """
-        tracked = self._tracked.setdefault(request.request_id, _Tracked(self._clock()))
+        if not self._serves(request):
+            return 0, False
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = _Tracked(self._clock(), self._options_of(request))
+            self._tracked[request.request_id] = tracked
         if request.num_preemptions > tracked.preemptions:
             self._start_anew(tracked, request.num_preemptions)
-        if tracked.unusable or tracked.allocated or request.prompt_embeds is not None:
+        if tracked.unusable or tracked.allocated:
             return 0, False  # a load that failed is not tried again
         try:
             looked_up = self._look_up(tracked, request)
             if looked_up is None:
                 return None, False
-            tracked.request = self.session.plan(looked_up, local_tokens, self._options.load)
+            tracked.request = self.session.plan(looked_up, local_tokens, tracked.options.load)
         except Exception:
-            # An error that leaves here ends the engine, and the prompt can be computed.
             log.exception("a lookup failed; the prompt is computed")
             tracked.unusable, tracked.request = True, None
             return 0, False
         tokens = tracked.request.plan.blocks * self._block_tokens - local_tokens
         return (tokens, True) if tokens > 0 else (0, False)
+
+    def _options_of(self, request: VllmRequest) -> Options:
+        try:
+            return self._options.for_request(request.kv_transfer_params)
+        except ConfigError as error:
+            log.warning("request %s goes without the store: %s", request.request_id, error)
+            return replace(self._options, load=Override.NEVER, store=Override.NEVER)
+
+    def _serves(self, request: VllmRequest) -> bool:
+        adapter = request.lora_request
+        return (
+            not self._off
+            and has_known_identity(request)
+            and (adapter is None or self._adapters.is_known(adapter))
+        )
 
     def _start_anew(self, tracked: _Tracked, preemptions: int) -> None:
         """A preempted request has lost its pages, and asks again."""
@@ -213,33 +181,41 @@ class SchedulerSide:
         if old and now_s - tracked.asked_s > LOOKUP_FRESH_S:
             self._forget_lookup(tracked)
         if tracked.lookup is None:
+            tracked.asked_s = now_s
             if self._late is not None and not self._late.done():
                 return self._give_up(tracked, request)
-            tracked.asked_s = now_s
-            tracked.lookup = self._lookups.submit(self._ask, request, list(request.all_token_ids))
+            tokens, again = list(request.all_token_ids), tracked.asked
+            tracked.asked = True
+            insists = tracked.options.load is Override.ALWAYS
+            tracked.lookup = self._lookups.submit(self._ask, request, tokens, again, insists)
         try:
-            return tracked.lookup.result(PATIENCE_S if self._patient else 0)
+            return tracked.lookup.result(self._patience_s)
         except NotYet:
-            self._patient = False
+            pass
+        finally:
+            self._patience_s = max(self._patience_s - (self._clock() - now_s), 0.0)
         if now_s - tracked.asked_s < LOOKUP_S_MAX:
             return None
         self._late = tracked.lookup
         self._forget_lookup(tracked)
         return self._give_up(tracked, request)
 
-    def _ask(self, request: VllmRequest, tokens: list[int]) -> LookedUp:
-        return self.session.look_up(len(tokens), self._keys_of(request, tokens))
+    def _ask(self, request: VllmRequest, tokens: list[int], again: bool, insists: bool) -> LookedUp:
+        keys = self.session.keys_of(tokens, self._extras_of(request, len(tokens)))
+        return self.session.look_up(len(tokens), keys, again=again, insists=insists)
 
-    def _keys_of(self, request: VllmRequest, tokens: list[int]) -> RankKeys:
-        extras = extras_of(request, len(tokens), self._block_tokens)
-        return self.session.keys_of(tokens, extras)
+    def _extras_of(self, request: VllmRequest, tokens: int, first: int = 0) -> Extras:
+        adapter = request.lora_request
+        digest = None if adapter is None else self._adapters.digest(adapter)
+        return extras_of(request, tokens, self._block_tokens, first, digest)
 
     def _give_up(self, tracked: _Tracked, request: VllmRequest) -> LookedUp:
-        """In place of the answer: nothing is there."""
-        tokens = list(request.all_token_ids)
+        """In place of the answer: nothing is there. The keys can be made when they are needed."""
         nothing = Found((), MissReason.TOO_SLOW)
-        keys = self._keys_of(request, tokens)
-        looked_up = LookedUp(len(tokens), keys, 0, tuple(nothing for _ in keys))
+        ranks = self.session.ranks
+        looked_up = LookedUp(
+            request.num_tokens, tuple([] for _ in ranks), 0, tuple(nothing for _ in ranks)
+        )
         tracked.lookup = Future()
         tracked.lookup.set_result(looked_up)
         return looked_up
@@ -284,29 +260,32 @@ class SchedulerSide:
     def finished(self, request: VllmRequest, pages: Pages) -> bool:
         """The request is over; whether its pages must stay for a while, being stored."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or tracked.request is None or not tracked.allocated or tracked.loading:
-            # Nothing of it was computed; a load under way ends by itself, and is not counted.
-            if tracked is not None:
-                self._forget_lookup(tracked)
+        if tracked is None:
             return False
-        ended_s = self._clock()
-        tracked.request.release()
-        plan = tracked.first or tracked.request
+        running = tracked.allocated and not tracked.loading
+        if tracked.request is None or not running:
+            self._forget_lookup(tracked)
+        else:
+            tracked.request.release()
+        plan = tracked.first or (tracked.request if running else None)
+        if plan is None or not self._serves(request):
+            return False  # nothing was computed, or nobody knows of what
         # Steps under way may yet be dropped, and a preempted request has no pages.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         computed = max(0, min(computed, request.num_tokens, len(pages) * self._page_tokens))
-        total_s = ended_s - tracked.started_s
+        computed = computed if running else 0
+        total_s = self._clock() - tracked.started_s
         try:
             plan.finish(
                 list(request.all_token_ids[:computed]),
                 (request.request_id, pages),
                 Timing(tracked.prefill_s, total_s - tracked.prefill_s, total_s, alone=False),
-                override=self._options.store,
+                override=tracked.options.store,
                 output_tokens=request.num_output_tokens,
-                extras=extras_of(request, computed, self._block_tokens, len(plan.keys)),
+                extras=self._extras_of(request, computed, len(plan.keys)),
             )
         except Exception:
-            log.exception("a request could not be stored")  # its answer is there all the same
+            log.exception("a request could not be stored")
         return request.request_id in self._saves
 
     # -- steps
@@ -314,8 +293,11 @@ class SchedulerSide:
     def step(self, scheduled: SchedulerOutput) -> Step:
         """What the workers are to do with this step."""
         self._step += 1
-        self._patient = True
-        self._note_work(scheduled)
+        self._patience_s = PATIENCE_S
+        try:
+            self._note_work(scheduled)
+        except Exception:
+            log.exception("a step could not be measured")
         loads, self._loads = self._loads, []
         idle = not scheduled.total_num_scheduled_tokens
         return Step(self._step, idle, loads, self._saves.take())
@@ -341,24 +323,30 @@ class SchedulerSide:
 
     def output(self, report: WorkerReport) -> None:
         """The workers have ended a step, and tell what became of loads and saves."""
-        self._note_output(report.step)
-        for request_id, arrived in report.arrived:
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.loading:
-                tracked.arrived.append(arrived)
-                if len(tracked.arrived) == len(self.session.ranks):
-                    self._arrived(tracked)
-        for request_id, stored in report.stored:
-            self._saves.heard(request_id, stored)
+        for part in (
+            partial(self._note_output, report.step),
+            *(partial(self._loaded, *load) for load in report.arrived),
+            *(partial(self._saves.heard, *save) for save in report.stored),
+        ):
+            try:
+                part()
+            except Exception:
+                log.exception("what a step did could not be counted")
 
-    def _arrived(self, tracked: _Tracked) -> None:
-        assert tracked.request is not None
+    def _loaded(self, request_id: RequestId, arrived: Arrived) -> None:
+        """A rank has ended its part of a load."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.request is None or not tracked.loading:
+            return
+        tracked.arrived.append(arrived)
+        if len(tracked.arrived) < len(self.session.ranks):
+            return
+        tracked.loading = False
+        tracked.request.release()
         # A block is of use where all ranks have it, and when the last one has.
         worst = min(tracked.arrived, key=lambda one: one.loaded.blocks)
         slowest = max(tracked.arrived, key=lambda one: one.load_s)
         tracked.request.arrived(Arrived(worst.loaded, slowest.load_s, slowest.tiers))
-        tracked.request.release()
-        tracked.loading = False
 
     def _note_output(self, step: int) -> None:
         """Measures a step: from its beginning, or from the end of the one before it."""
@@ -390,6 +378,7 @@ class SchedulerSide:
     def watch_pool(self, pool: BlockPool) -> None:
         """Counts vLLM's own paged cache as the gpu tier."""
         page_bytes = self.session.block_bytes * self._page_tokens // self._block_tokens
+        self._saves.pool_pages = pool.num_gpu_blocks
 
         def use() -> tuple[int, int]:
             capacity = pool.num_gpu_blocks - 1  # one page is a placeholder
@@ -411,17 +400,18 @@ class SchedulerSide:
         return told, self._told
 
     def reset(self) -> bool:
-        """Drops this engine's blocks everywhere: the weights have changed under their name.
+        """Goes without the store from now on: the weights may have changed.
 
-        False when the server can't be asked; then they are still there.
+        What is stored belongs to the files, and stays right for them; what this engine computes
+        may not any more. False while loads are under way.
         """
-        try:
-            for rank in self.session.ranks:
-                self._store.clear(rank.info)
-        except KVStoreError as error:
-            log.error("the blocks of the weights before could not be dropped: %s", error)
-            return False
-        return True
+        if not self._off:
+            log.warning("vLLM was reset: weights may differ from their files; kvstore is off")
+        self._off = True
+        for tracked in self._tracked.values():
+            if not tracked.loading:
+                self._forget_lookup(tracked)
+        return not any(tracked.loading for tracked in self._tracked.values())
 
     def close(self) -> None:
         """Unpins everything, and ends the threads."""

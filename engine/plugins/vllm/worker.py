@@ -87,6 +87,7 @@ class WorkerSide:
         keys = job.keys[self._layout.tensor_rank]
         scatter = self._cache.scatter(job.pages, job.kept_pages)
         future = self._transfer.load(keys, scatter.sink, job.timeout_s)
+        # Whatever happens, the outcome must come: vLLM waits for it.
         future.add_done_callback(lambda done: self._done.put((job, _outcome(done, scatter))))
 
     def _save(self, job: SaveJob) -> None:

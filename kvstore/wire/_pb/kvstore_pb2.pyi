@@ -122,6 +122,7 @@ class _SkipReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SkipReason
     SKIP_REASON_NO_SPACE: _SkipReason.ValueType  # 5
     SKIP_REASON_SERVER_DOWN: _SkipReason.ValueType  # 6
     SKIP_REASON_FAILED: _SkipReason.ValueType  # 7
+    SKIP_REASON_DISPLACES_MORE: _SkipReason.ValueType  # 8
 
 class SkipReason(_SkipReason, metaclass=_SkipReasonEnumTypeWrapper):
     """The names are those of kvstore.types.SkipReason."""
@@ -134,6 +135,7 @@ SKIP_REASON_QUEUE_FULL: SkipReason.ValueType  # 4
 SKIP_REASON_NO_SPACE: SkipReason.ValueType  # 5
 SKIP_REASON_SERVER_DOWN: SkipReason.ValueType  # 6
 SKIP_REASON_FAILED: SkipReason.ValueType  # 7
+SKIP_REASON_DISPLACES_MORE: SkipReason.ValueType  # 8
 Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
 
 @_typing.final
@@ -238,12 +240,17 @@ Global___OpenNamespaceRequest: _TypeAlias = OpenNamespaceRequest  # noqa: Y015
 class OpenNamespaceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    COSTS_FIELD_NUMBER: _builtins.int
+    costs: _builtins.str
+    """The last `costs` of this namespace that an engine has sent; empty when none has."""
     def __init__(
         self,
+        *,
+        costs: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,12 +291,23 @@ class LookupRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
+    NEAR_ONLY_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     keys: _builtins.bytes
     session: _builtins.int
     """needed only with a lease"""
     lease_ms: _builtins.int
     """0: look, and pin nothing"""
+    first: _builtins.int
+    """position of keys[0] in its prefix"""
+    again: _builtins.bool
+    """Asked for by the same request before, maybe by another process of the same engine: not
+    counted as one more request for these blocks, and answered without an outlook.
+    """
+    near_only: _builtins.bool
+    """Don't ask Redis: what it has would not be loaded."""
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -300,10 +318,13 @@ class LookupRequest(_message.Message):
         session: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         release: _abc.Iterable[_builtins.int] | None = ...,
+        first: _builtins.int = ...,
+        again: _builtins.bool = ...,
+        near_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ms", b"lease_ms", "namespace", b"namespace", "release", b"release", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "first", b"first", "keys", b"keys", "lease_ms", b"lease_ms", "namespace", b"namespace", "near_only", b"near_only", "release", b"release", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,6 +341,7 @@ class LookupResponse(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     SLOT_OFFSETS_FIELD_NUMBER: _builtins.int
     SLOT_GENERATIONS_FIELD_NUMBER: _builtins.int
+    OUTLOOK_FIELD_NUMBER: _builtins.int
     present: _builtins.int
     """blocks in the run"""
     miss_reason: Global___MissReason.ValueType
@@ -337,6 +359,8 @@ class LookupResponse(_message.Message):
 
     @_builtins.property
     def tier_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def outlook(self) -> Global___Outlook: ...
     def __init__(
         self,
         *,
@@ -347,14 +371,50 @@ class LookupResponse(_message.Message):
         lease: _builtins.int = ...,
         slot_offsets: _builtins.bytes = ...,
         slot_generations: _builtins.bytes = ...,
+        outlook: Global___Outlook | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outlook", b"outlook"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "miss_reason", b"miss_reason", "present", b"present", "slot_generations", b"slot_generations", "slot_offsets", b"slot_offsets", "tier_blocks", b"tier_blocks", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "miss_reason", b"miss_reason", "outlook", b"outlook", "present", b"present", "slot_generations", b"slot_generations", "slot_offsets", b"slot_offsets", "tier_blocks", b"tier_blocks", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
+
+@_typing.final
+class Outlook(_message.Message):
+    """What the server knows that an engine's decisions need."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REUSE_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    REDIS_LATENCY_S_FIELD_NUMBER: _builtins.int
+    REDIS_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    reuse: _builtins.bytes
+    """For each key after the present ones, the probability that it is asked for again: one byte
+    each, in 255ths.
+    """
+    pressure: _builtins.float
+    """The same of a block that a new one would displace; 0 while there is room."""
+    redis_latency_s: _builtins.float
+    """How fast Redis is, as the server has measured it; 0 when it has not."""
+    redis_bytes_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        reuse: _builtins.bytes = ...,
+        pressure: _builtins.float = ...,
+        redis_latency_s: _builtins.float = ...,
+        redis_bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure", "redis_bytes_per_s", b"redis_bytes_per_s", "redis_latency_s", b"redis_latency_s", "reuse", b"reuse"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outlook: _TypeAlias = Outlook  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
@@ -965,6 +1025,8 @@ class RecordUsageRequest(_message.Message):
     GPU_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     GPU_USED_BYTES_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     refused_keys: _builtins.bytes
     """Keys that admission refused to store: a later miss of theirs has a reason then."""
@@ -972,8 +1034,14 @@ class RecordUsageRequest(_message.Message):
     """The engine's own pool (its gpu tier), as it is now; 0 when it has none."""
     gpu_used_bytes: _builtins.int
     session: _builtins.int
+    costs: _builtins.str
+    """What the engine has measured, for its next start: JSON of its own, at most 64 KiB; empty
+    leaves what the server has.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]: ...
     def __init__(
         self,
         *,
@@ -983,10 +1051,12 @@ class RecordUsageRequest(_message.Message):
         gpu_capacity_bytes: _builtins.int = ...,
         gpu_used_bytes: _builtins.int = ...,
         session: _builtins.int = ...,
+        costs: _builtins.str = ...,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_capacity_bytes", b"gpu_capacity_bytes", "gpu_used_bytes", b"gpu_used_bytes", "namespace", b"namespace", "refused_keys", b"refused_keys", "session", b"session", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "decisions", b"decisions", "gpu_capacity_bytes", b"gpu_capacity_bytes", "gpu_used_bytes", b"gpu_used_bytes", "namespace", b"namespace", "refused_keys", b"refused_keys", "session", b"session", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1006,6 +1076,117 @@ class RecordUsageResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordUsageResponse: _TypeAlias = RecordUsageResponse  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """kvstore.types.Decision; field by field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    FOUND_TOKENS_FIELD_NUMBER: _builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOAD_REASON_FIELD_NUMBER: _builtins.int
+    LOAD_EXPECTED_S_FIELD_NUMBER: _builtins.int
+    PREFILL_EXPECTED_S_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    STORABLE_TOKENS_FIELD_NUMBER: _builtins.int
+    STORED_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_REASON_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
+    GAIN_S_FIELD_NUMBER: _builtins.int
+    COST_S_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    output_tokens: _builtins.int
+    found_tokens: _builtins.int
+    loaded_tokens: _builtins.int
+    load_reason: Global___MissReason.ValueType
+    """why not all that was found; unspecified when all was"""
+    load_expected_s: _builtins.float
+    prefill_expected_s: _builtins.float
+    load_s: _builtins.float
+    prefill_s: _builtins.float
+    total_s: _builtins.float
+    storable_tokens: _builtins.int
+    stored_tokens: _builtins.int
+    """those that were to be stored"""
+    skip_reason: Global___SkipReason.ValueType
+    """why not all that could be; unspecified when all were"""
+    reuse: _builtins.float
+    gain_s: _builtins.float
+    cost_s: _builtins.float
+    pressure: _builtins.float
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        found_tokens: _builtins.int = ...,
+        loaded_tokens: _builtins.int = ...,
+        load_reason: Global___MissReason.ValueType = ...,
+        load_expected_s: _builtins.float = ...,
+        prefill_expected_s: _builtins.float = ...,
+        load_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        total_s: _builtins.float = ...,
+        storable_tokens: _builtins.int = ...,
+        stored_tokens: _builtins.int = ...,
+        skip_reason: Global___SkipReason.ValueType = ...,
+        reuse: _builtins.float = ...,
+        gain_s: _builtins.float = ...,
+        cost_s: _builtins.float = ...,
+        pressure: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "found_tokens", b"found_tokens", "gain_s", b"gain_s", "load_expected_s", b"load_expected_s", "load_reason", b"load_reason", "load_s", b"load_s", "loaded_tokens", b"loaded_tokens", "output_tokens", b"output_tokens", "prefill_expected_s", b"prefill_expected_s", "prefill_s", b"prefill_s", "pressure", b"pressure", "prompt_tokens", b"prompt_tokens", "reuse", b"reuse", "skip_reason", b"skip_reason", "storable_tokens", b"storable_tokens", "stored_tokens", b"stored_tokens", "total_s", b"total_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    """how many decisions, the latest ones; 0: all that are kept"""
+    def __init__(
+        self,
+        *,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
 class ReportRequest(_message.Message):

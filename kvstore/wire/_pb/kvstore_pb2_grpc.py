@@ -94,6 +94,11 @@ class KVStoreStub:
                 request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReportRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstore.v1.KVStore/Explain',
+                request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvstore.v1.KVStore/Clear',
                 request_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ClearRequest.SerializeToString,
@@ -207,6 +212,14 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """The last decisions of engines, the latest first, as a JSON list: what `kvstore explain
+        --json` prints.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Clear(self, request, context):
         """Drops blocks: of one namespace or all, from the arena alone or from every tier. Leased
         blocks stay until their leases end.
@@ -285,6 +298,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReportRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReportResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ExplainResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -621,6 +639,33 @@ class KVStore:
             '/kvstore.v1.KVStore/Report',
             kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReportRequest.SerializeToString,
             kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Explain',
+            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ExplainRequest.SerializeToString,
+            kvstore_dot_wire_dot___pb_dot_kvstore__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

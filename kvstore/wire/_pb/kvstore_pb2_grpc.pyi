@@ -99,6 +99,10 @@ class KVStoreStub:
     """The report as a JSON document: what `kvstore report --json` prints. See
     kvstore/report/snapshot.py for its keys.
     """
+    Explain: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ExplainRequest, _kvstore_pb2.ExplainResponse]
+    """The last decisions of engines, the latest first, as a JSON list: what `kvstore explain
+    --json` prints.
+    """
     Clear: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]
     """Drops blocks: of one namespace or all, from the arena alone or from every tier. Leased
     blocks stay until their leases end.
@@ -158,6 +162,10 @@ class KVStoreAsyncStub(KVStoreStub):
     Report: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReportRequest, _kvstore_pb2.ReportResponse]  # type: ignore[assignment]
     """The report as a JSON document: what `kvstore report --json` prints. See
     kvstore/report/snapshot.py for its keys.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ExplainRequest, _kvstore_pb2.ExplainResponse]  # type: ignore[assignment]
+    """The last decisions of engines, the latest first, as a JSON list: what `kvstore explain
+    --json` prints.
     """
     Clear: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]  # type: ignore[assignment]
     """Drops blocks: of one namespace or all, from the arena alone or from every tier. Leased
@@ -287,6 +295,16 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.ReportResponse, _abc.Awaitable[_kvstore_pb2.ReportResponse]]:
         """The report as a JSON document: what `kvstore report --json` prints. See
         kvstore/report/snapshot.py for its keys.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _kvstore_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ExplainResponse, _abc.Awaitable[_kvstore_pb2.ExplainResponse]]:
+        """The last decisions of engines, the latest first, as a JSON list: what `kvstore explain
+        --json` prints.
         """
 
     @_abc_1.abstractmethod

@@ -7,18 +7,16 @@ import dataclasses
 import pytest
 
 from engine.admission import (
-    ANSWER_REUSE_PRIOR,
     GAIN_SHARE_MIN,
-    PROMPT_REUSE_PRIOR,
     Override,
     StoreDecision,
     StorePolicy,
     decide_load,
     decide_store,
     expected_request_s,
-    expected_reuse,
 )
 from engine.costs import CostModel, DecodeCost, PrefillCost, StoreCost, TierCost
+from engine.reuse import ANSWER_PRIOR, PROMPT_PRIOR, reuse_of
 from kvstore.errors import InvalidRequest
 from kvstore.types import MissReason, SkipReason, TierName
 
@@ -45,15 +43,14 @@ def store_of(
     costs: CostModel = SMALL_CPU_MODEL,
 ) -> StoreDecision:
     """The decision for a request whose first `context` tokens came from the store."""
-    end = (prompt_tokens + answer_tokens) // block_tokens * block_tokens
+    first, end = context // block_tokens, (prompt_tokens + answer_tokens) // block_tokens
     return decide_store(
         costs,
         policy or StorePolicy(),
-        tokens_new=end - context,
+        reuse_of(first, end, prompt_tokens, block_tokens, (), 0, ANSWER_PRIOR),
         context=context,
         block_bytes=block_tokens * TOKEN_BYTES,
         block_tokens=block_tokens,
-        reuse_probability=expected_reuse(context, prompt_tokens, end),
         request_s=expected_request_s(costs, prompt_tokens, answer_tokens, context),
     )
 
@@ -61,7 +58,7 @@ def store_of(
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 def test_a_long_document_with_a_short_answer_is_stored(block_tokens: int) -> None:
     decision = store_of(2000, 20, block_tokens=block_tokens)
-    assert decision.store
+    assert decision.blocks
     assert decision.reason is None
     assert decision.expected_gain_s > 10 * GAIN_SHARE_MIN * decision.request_s
 
@@ -70,7 +67,7 @@ def test_a_long_document_with_a_short_answer_is_stored(block_tokens: int) -> Non
 def test_every_turn_of_a_chat_with_short_answers_is_stored(block_tokens: int) -> None:
     stored, prompt_tokens = 0, 40
     for _ in range(6):
-        assert store_of(prompt_tokens, 60, stored, block_tokens).store
+        assert store_of(prompt_tokens, 60, stored, block_tokens).blocks
         stored = (prompt_tokens + 60) // block_tokens * block_tokens
         prompt_tokens += 100
 
@@ -81,13 +78,13 @@ def test_a_short_prompt_with_a_long_answer_is_skipped(
     answer_tokens: int, block_tokens: int
 ) -> None:
     decision = store_of(40, answer_tokens, block_tokens=block_tokens)
-    assert not decision.store
+    assert not decision.blocks
     assert decision.reason is SkipReason.GAIN_TOO_SMALL
     assert decision.expected_gain_s < 0.75 * GAIN_SHARE_MIN * decision.request_s
 
 
 def test_the_next_turn_after_a_long_answer_is_stored() -> None:
-    assert store_of(280, 200).store
+    assert store_of(280, 200).blocks
 
 
 def test_a_store_decision_carries_its_numbers() -> None:
@@ -96,15 +93,7 @@ def test_a_store_decision_carries_its_numbers() -> None:
     assert decision.gain_s == pytest.approx(1.024 - load_s)
     assert decision.cost_s == pytest.approx(0.0005 + 16 * BLOCK / 4e9)
     assert decision.request_s == pytest.approx(1.024)
-    assert decision.expected_gain_s == pytest.approx(decision.gain_s * PROMPT_REUSE_PRIOR)
-
-
-def test_tokens_after_the_last_full_block_gain_nothing() -> None:
-    whole, ragged = (
-        decide_store(SMALL_CPU_MODEL, StorePolicy(), tokens, 0, BLOCK, 64, 0.5, 1.0)
-        for tokens in (128, 191)
-    )
-    assert whole == ragged
+    assert decision.expected_gain_s == pytest.approx(decision.gain_s * PROMPT_PRIOR)
 
 
 def test_less_than_a_block_is_skipped() -> None:
@@ -121,8 +110,8 @@ def test_blocks_that_no_tier_loads_faster_than_computing_are_skipped() -> None:
 
 
 def test_the_quickest_tier_counts() -> None:
-    assert store_of(2000, 20, costs=SLOW_REDIS).store
-    decision = decide_store(SLOW_REDIS, StorePolicy(), 1024, 0, BLOCK, 64, 0.5, 1.0, tiers=[REDIS])
+    assert store_of(2000, 20, costs=SLOW_REDIS).blocks
+    decision = decide_store(SLOW_REDIS, StorePolicy(), [0.5] * 16, 0, BLOCK, 64, 1.0, tiers=[REDIS])
     assert decision.reason is SkipReason.COSTS_MORE_THAN_IT_SAVES
 
 
@@ -132,8 +121,8 @@ def test_a_store_that_the_request_waits_for_too_long_is_skipped() -> None:
 
 
 def test_the_gain_threshold_is_a_setting() -> None:
-    assert store_of(40, 200, policy=StorePolicy(gain_share_min=0.001)).store
-    assert not store_of(2000, 20, policy=StorePolicy(gain_share_min=0.9)).store
+    assert store_of(40, 200, policy=StorePolicy(gain_share_min=0.001)).blocks
+    assert not store_of(2000, 20, policy=StorePolicy(gain_share_min=0.9)).blocks
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
@@ -144,7 +133,7 @@ def test_a_threshold_that_is_no_share_is_refused(share: float) -> None:
 
 def test_a_request_can_insist_on_storing() -> None:
     decision = store_of(40, 200, policy=StorePolicy(Override.ALWAYS))
-    assert decision.store
+    assert decision.blocks
     assert decision.reason is None
 
 
@@ -156,16 +145,52 @@ def test_a_request_can_forbid_storing_even_at_cold_start() -> None:
 
 def test_what_was_never_measured_is_stored() -> None:
     unknown = dataclasses.replace(SMALL_CPU_MODEL, prefill=PrefillCost())
-    assert store_of(40, 200, costs=unknown).store
+    assert store_of(40, 200, costs=unknown).blocks
 
 
-def test_reuse_is_the_mean_over_prompt_and_answer_tokens() -> None:
-    assert expected_reuse(0, 100, 100) == PROMPT_REUSE_PRIOR
-    assert expected_reuse(100, 100, 200) == ANSWER_REUSE_PRIOR
-    assert expected_reuse(50, 40, 90) == ANSWER_REUSE_PRIOR
-    half = (PROMPT_REUSE_PRIOR + ANSWER_REUSE_PRIOR) / 2
-    assert expected_reuse(64, 128, 192) == pytest.approx(half)
-    assert expected_reuse(64, 128, 64) == 0
+def of(*reuse: float, pressure: float = 0.0, request_s: float = 1.0) -> StoreDecision:
+    """The decision for blocks of these probabilities, which save 64 ms of prefill each."""
+    return decide_store(
+        SMALL_CPU_MODEL, StorePolicy(), reuse, 0, BLOCK, 64, request_s, pressure=pressure
+    )
+
+
+def test_while_there_is_room_all_is_stored_that_may_come_back() -> None:
+    decision = of(0.9, 0.9, 0.1, 0.1)
+    assert (decision.blocks, decision.reason) == (4, None)
+    assert decision.reuse == pytest.approx(0.5, abs=0.01)
+
+
+def test_in_a_full_tier_only_what_is_worth_more_than_what_it_displaces() -> None:
+    decision = of(0.9, 0.9, 0.1, 0.1, pressure=0.3)
+    assert (decision.blocks, decision.reason) == (2, SkipReason.DISPLACES_MORE)
+    assert decision.reuse == pytest.approx(0.9)
+    assert decision.pressure == 0.3
+    nothing = of(0.2, 0.1, pressure=0.3)
+    assert (nothing.blocks, nothing.reason) == (0, SkipReason.DISPLACES_MORE)
+
+
+def test_blocks_that_pay_for_those_before_them_take_them_along() -> None:
+    """A block is of no use without those before it."""
+    assert of(0.2, 0.9, 0.9, pressure=0.3).blocks == 3
+    assert of(0.2, 0.2, 0.2, 0.2, 0.31, pressure=0.3).blocks == 0
+
+
+def test_what_never_comes_back_is_not_stored() -> None:
+    assert of(0.0, 0.0).reason is SkipReason.GAIN_TOO_SMALL
+
+
+def test_no_block_is_no_decision() -> None:
+    assert (of().blocks, of().reason) == (0, SkipReason.GAIN_TOO_SMALL)
+
+
+def test_reuse_is_what_is_known_of_prompts_and_of_answers() -> None:
+    # Blocks of 64 tokens; the prompt ends in the middle of the third.
+    assert reuse_of(0, 4, 160, 64, (), 0, 0.1) == [0.5, 0.5, pytest.approx(0.3), 0.1]
+    assert reuse_of(0, 4, 160, 64, (0.8, 0.2), 0, 0.0) == [0.8, 0.2, pytest.approx(0.1), 0.0]
+    # Those that were found are not spoken of.
+    assert reuse_of(1, 4, 256, 64, (0.9,), 2, 0.0) == [PROMPT_PRIOR, 0.9, 0.9]
+    assert reuse_of(2, 2, 128, 64, (), 0, 0.0) == []
 
 
 def test_a_request_takes_its_prefill_and_its_answer() -> None:

@@ -14,19 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import session as session_module
+from engine import request as request_module
 from engine.admission import Override
 from engine.costs import CostModel, DecodeCost, PrefillCost, StoreCost, TierCost
 from engine.hashing import block_keys
 from engine.layout import KVLayout
-from engine.session import EngineSession, Request, Timing
+from engine.request import Request, Timing
+from engine.session import EngineSession
 from kvstore.client import Found, Loaded, Stored
 from kvstore.errors import NamespaceConflict
 from kvstore.types import (
     BlockCount,
     BlockKey,
+    Decision,
     MissReason,
     NamespaceInfo,
+    Outlook,
     SkipReason,
     TierName,
     TierState,
@@ -59,10 +62,18 @@ class FakeNamespace:
     pools: list[Any] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
+    outlook: Outlook = field(default_factory=Outlook)
+    decisions: list[Decision] = field(default_factory=list)
+    near_only: list[bool] = field(default_factory=list)
+    costs: str = ""
+    last_costs: str = ""
 
-    def lookup(self, keys: Sequence[BlockKey]) -> Found:
+    def lookup(
+        self, keys: Sequence[BlockKey], *, first: int, again: bool, near_only: bool
+    ) -> Found:
         if self.refuses is not None:
             raise self.refuses
+        self.near_only.append(near_only)
         self.asked.append(len(keys))
         runs: list[tuple[TierName, int]] = []
         for key in keys:
@@ -76,7 +87,8 @@ class FakeNamespace:
         found = sum(count for _, count in runs)
         self.leases += found > 0
         lease: Any = list(keys[:found]) or None
-        return Found(tuple(runs), MissReason.NEVER_SEEN if found < len(keys) else None, lease)
+        reason = MissReason.NEVER_SEEN if found < len(keys) else None
+        return Found(tuple(runs), reason, lease, outlook=self.outlook)
 
     def load(self, found: Found, sink: Any, *, count: int, timeout_s: float) -> Loaded:
         self.timeouts_s.append(timeout_s)
@@ -107,15 +119,25 @@ class FakeNamespace:
             stored.stored += 1
         return stored
 
-    def record(self, usage: Usage, refused: Sequence[BlockKey], pool: Any) -> None:
+    def record(
+        self, usage: Usage, refused: Sequence[BlockKey], pool: Any, decision: Decision | None
+    ) -> None:
         self.usage += usage
         self.refused += refused
         self.pools.append(pool)
+        if decision is not None:
+            self.decisions.append(decision)
+
+    def keep(self, costs: str) -> None:
+        self.costs = costs
 
 
 class FakeStore:
+    def __init__(self, last_costs: str = "") -> None:
+        self.last_costs = last_costs
+
     def open(self, info: NamespaceInfo) -> FakeNamespace:
-        self.namespace = FakeNamespace(info)
+        self.namespace = FakeNamespace(info, last_costs=self.last_costs)
         return self.namespace
 
 
@@ -152,8 +174,8 @@ class FakePool:
 class Engine:
     """A session, and what an engine does around it. A block's bytes are its position, repeated."""
 
-    def __init__(self, pool: bool = False, costs: CostModel | None = None):
-        store: Any = FakeStore()
+    def __init__(self, pool: bool = False, costs: CostModel | None = None, last_costs: str = ""):
+        store: Any = FakeStore(last_costs)
         self.pool = FakePool() if pool else None
         self.session: EngineSession[Any] = EngineSession(store, LAYOUT, self.pool, costs)
         self.namespace: FakeNamespace = store.namespace
@@ -253,18 +275,24 @@ def test_what_the_pool_lost_since_the_lookup_ends_the_load(pooled: Engine) -> No
 @pytest.mark.parametrize(
     ("costs", "timeout_s"),
     [
-        pytest.param(CostModel(), session_module.LOAD_TIMEOUT_S_UNKNOWN, id="nothing known"),
-        pytest.param(known_costs(), session_module.LOAD_TIMEOUT_S_MIN, id="little saved"),
-        pytest.param(known_costs(prefill=PrefillCost.of(0.0, 0.5, 0.0)), 0.5 * 32, id="much saved"),
+        pytest.param(CostModel(), request_module.LOAD_TIMEOUT_S_MAX, id="nothing known"),
+        pytest.param(known_costs(), request_module.LOAD_TIMEOUT_S_MIN, id="little saved"),
+        pytest.param(
+            known_costs(prefill=PrefillCost.of(0.0, 0.5, 0.0)),
+            0.05 * 0.5 * 32 + 1.5 * 32 * LAYOUT.block_bytes / BLOCK / 1e6,
+            id="much saved",
+        ),
     ],
 )
-def test_a_load_may_take_as_long_as_the_prefill_it_saves(
+def test_a_load_may_be_late_by_a_small_part_of_the_prefill_it_saves(
     costs: CostModel, timeout_s: float
 ) -> None:
     engine = Engine(costs=costs)
     engine.keep(range(32))
-    engine.run(range(33))
+    engine.run(range(33), load=Override.DEFAULT)
     assert engine.namespace.timeouts_s == [pytest.approx(timeout_s)]
+    engine.run(range(33), load=Override.ALWAYS)
+    assert engine.namespace.timeouts_s[1] == request_module.LOAD_TIMEOUT_S_MAX
     engine.session.close()
 
 
@@ -281,6 +309,82 @@ def test_a_load_that_breaks_off_counts_the_rest_for_its_reason(
     assert usage.misses[MissReason.NEVER_SEEN].blocks == 1
     # What could not be loaded was computed, and is offered again.
     assert usage.already_present.blocks + usage.stored.blocks == 10 - fails_at
+
+
+def test_a_tier_that_was_too_slow_is_known_to_be_slow(engine: Engine) -> None:
+    """Also when nothing came from it, and so nothing else was measured."""
+    engine.keep(range(32), TierName.REDIS)
+    engine.namespace.fails_at, engine.namespace.why = 0, MissReason.TOO_SLOW
+    for _ in range(2):
+        engine.run(range(40))
+    assert engine.session.costs.tier(TierName.REDIS).estimate.seen == 2
+    assert engine.session.costs.tier(TierName.CPU).estimate.seen == 0
+
+
+def test_a_far_tier_that_the_server_knows_to_be_slow_is_not_tried() -> None:
+    engine = Engine(costs=known_costs(tiers={}))
+    engine.keep(range(32), TierName.REDIS)
+    engine.namespace.outlook = Outlook(far_latency_s=0.05, far_bytes_per_s=10.0)
+    assert engine.run(range(33), load=Override.DEFAULT) == 0
+    # Then it is not even asked, unless the caller insists.
+    assert engine.run(range(33), load=Override.DEFAULT) == 0
+    assert engine.run(range(33), load=Override.ALWAYS) == 32
+    assert engine.namespace.near_only == [False, True, False]
+    engine.session.close()
+
+
+def test_a_far_tier_that_gets_quick_again_is_asked_again() -> None:
+    engine = Engine(costs=known_costs(tiers={}))
+    engine.keep(range(32), TierName.REDIS)
+    engine.namespace.outlook = Outlook(far_latency_s=0.05, far_bytes_per_s=10.0)
+    engine.run(range(33), load=Override.DEFAULT)
+    engine.namespace.outlook = Outlook(far_latency_s=1e-6, far_bytes_per_s=1e9)
+    engine.run(range(33), load=Override.DEFAULT)  # still not asked, but told
+    assert engine.run(range(33), load=Override.DEFAULT) == 32
+    engine.session.close()
+
+
+def test_what_was_measured_is_kept_for_the_engines_next_start() -> None:
+    first = Engine(costs=known_costs())
+    first.run(range(16))
+    first.session.close()
+    second = Engine(last_costs=first.namespace.costs)
+    assert second.session.costs == first.session.costs
+    second.session.close()
+
+
+def test_costs_that_cannot_be_read_are_measured_anew() -> None:
+    engine = Engine(last_costs='{"version": 99}')
+    assert engine.session.costs == CostModel()
+    engine.session.close()
+
+
+def test_every_decision_is_told_with_its_numbers() -> None:
+    engine = Engine(costs=known_costs())
+    engine.namespace.outlook = Outlook([0.25] * 9, pressure=0.125)
+    engine.keep(range(16))
+    engine.run(range(33), range(3), load=Override.DEFAULT, override=Override.DEFAULT)
+    (told,) = engine.namespace.decisions
+    assert (told.prompt_tokens, told.output_tokens) == (33, 3)
+    assert (told.found_tokens, told.loaded_tokens, told.load_reason) == (16, 16, None)
+    assert told.prefill_expected_s == pytest.approx(0.16)
+    assert (told.storable_tokens, told.stored_tokens, told.skip_reason) == (20, 20, None)
+    assert 0.05 < told.reuse < 0.25
+    assert told.pressure == 0.125
+    engine.session.close()
+
+
+def test_answers_that_come_back_are_stored_sooner(engine: Engine) -> None:
+    before = engine.session.answers.probability
+    tokens = list(range(10))
+    for turn in range(6):
+        answer = range(100 * turn, 100 * turn + 8)
+        engine.run(tokens, answer)
+        tokens += answer
+    assert engine.session.answers.probability > 4 * before
+    for conversation in range(200):
+        engine.run([conversation] * 10, range(8))
+    assert engine.session.answers.probability < before
 
 
 def test_a_tier_that_comes_first_in_the_prefix_may_be_read_last(engine: Engine) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from engine.admission import Override
 from engine.hashing import block_keys
-from engine.session import EngineSession, Timing
+from engine.request import Timing
+from engine.session import EngineSession
 from engine.transfer import Arrived, StoreJob
 from kvstore.client import Loaded, Stored
 from kvstore.errors import InvalidRequest

@@ -39,7 +39,8 @@ class Namespace:
         self.stored += keys
         return Stored(stored=len(keys))
 
-    def lookup(self, keys: Sequence[BlockKey]) -> Found:
+    def lookup(self, keys: Sequence[BlockKey], again: bool) -> Found:
+        assert again  # the session has asked before
         return Found(((TierName.CPU, len(keys) - 1),), MissReason.EVICTED)
 
     def load(self, found: Found, sink: Any, *, count: int, timeout_s: float) -> Loaded:
