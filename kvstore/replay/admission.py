@@ -7,13 +7,13 @@ with how many of the new blocks to store, from the first: only a prefix is usefu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, takewhile
 from types import MappingProxyType
 
 from kvstore.clock import Clock
 from kvstore.demand import Demand
+from kvstore.first_sight import SEEN, FirstSight
 from kvstore.history import History
 from kvstore.replay.trace import RequestKeys
 from kvstore.reuse import ReuseSketch
@@ -45,10 +45,6 @@ class AdmitAll(Admission):
         return len(request.keys) - hits
 
 
-SEEN = 0.25
-"""A count above which a block was seen before: one use that faded for two half-lives."""
-
-
 class SecondSight(Admission):
     """Stores what was asked for before."""
 
@@ -56,48 +52,9 @@ class SecondSight(Admission):
         self._sketch = ReuseSketch(clock)
 
     def admit(self, request: RequestKeys, hits: int, free: float) -> int:
-        new = request.keys[hits:]
-        counts = self._sketch.counts(new)
+        counts = self._sketch.counts(request.keys[hits:])
         self._sketch.note(request.keys)
-        return next((at for at, count in enumerate(counts) if count < SEEN), len(new))
-
-
-GAIN_MIN = 0.05
-"""Hits that a write must earn. A hit saves the prefill of a block, a write costs its copy, and a
-later load another: with less than one hit in twenty writes, memory and bandwidth are spent for
-nothing that anybody would notice."""
-
-SAMPLED = 16
-"""One block in so many is watched."""
-
-WATCHED_USES = 8192
-"""Uses of watched blocks after which what was counted weighs half."""
-
-
-class _Ghost:
-    """Keys alone, in order of last use: what a small store with some rule would hold."""
-
-    def __init__(self, capacity: int):
-        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
-        self._capacity = capacity
-        self.hits = 0.0
-        self.writes = 0.0
-        self.full = False
-
-    def use(self, key: BlockKey, wanted: bool) -> None:
-        if key in self._keys:
-            self.hits += 1
-            self._keys.move_to_end(key)
-        elif wanted:
-            self.writes += 1
-            self._keys[key] = None
-            if len(self._keys) > self._capacity:
-                self._keys.popitem(last=False)
-                self.full = True
-
-    def fade(self) -> None:
-        self.hits /= 2
-        self.writes /= 2
+        return _leading([count >= SEEN for count in counts])
 
 
 class Gain(Admission):
@@ -131,42 +88,18 @@ class Gain(Admission):
 
 
 class Duel(Admission):
-    """Stores at first sight where that earns its writes, else at second sight.
-
-    Two ghosts compete on a sample of the blocks, at the store's capacity scaled down: one stores
-    all, one at second sight. What the first one hits more must be `GAIN_MIN` of what it writes
-    more. Until its ghost is full there is nothing that new blocks could displace, so a cold store
-    takes all; and as the ghosts go on whatever is decided, no decision is for ever.
-    """
+    """Stores at first sight where that earns its writes, else at second sight."""
 
     def __init__(self, clock: Clock, capacity_blocks: int):
-        self._sketch = ReuseSketch(clock)
-        capacity = max(1, capacity_blocks // SAMPLED)
-        self._all = _Ghost(capacity)
-        self._second = _Ghost(capacity)
-        self._uses = 0
+        self._first_sight = FirstSight(ReuseSketch(clock), capacity_blocks)
 
     def admit(self, request: RequestKeys, hits: int, free: float) -> int:
-        counts = self._sketch.counts(request.keys)
-        self._sketch.note(request.keys)
-        for key, count in zip(request.keys, counts, strict=True):
-            if key[-1] % SAMPLED == 0:
-                self._all.use(key, True)
-                self._second.use(key, count >= SEEN)
-                self._uses += 1
-        if self._uses >= WATCHED_USES:
-            self._uses //= 2
-            self._all.fade()
-            self._second.fade()
-        new = counts[hits:]
-        if self._first_sight_pays:
-            return len(new)
-        return next((at for at, count in enumerate(new) if count < SEEN), len(new))
+        seen = self._first_sight.note(request.keys)[hits:]
+        return len(seen) if self._first_sight.pays else _leading(seen)
 
-    @property
-    def _first_sight_pays(self) -> bool:
-        writes = self._all.writes - self._second.writes
-        return not self._all.full or self._all.hits - self._second.hits > GAIN_MIN * writes
+
+def _leading(wanted: Sequence[bool]) -> int:
+    return next((at for at, one in enumerate(wanted) if not one), len(wanted))
 
 
 ADMISSIONS: Mapping[str, Callable[[Clock, int], Admission]] = MappingProxyType(
