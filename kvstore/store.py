@@ -224,6 +224,7 @@ class Store:
 
         Returns what is known about those that it lacks.
         """
+        self.watchers.publish(EventKind.ASKED, fingerprint, keys)
         chances = self._demand.note(fingerprint, keys, first)
         missing = keys[len(found.blocks) :]
         if found.miss_reason is MissReason.EVICTED:
