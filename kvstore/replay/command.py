@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.config import parse_seconds
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.eviction import DEFAULT, POLICIES
-from kvstore.replay import page, read, table
+from kvstore.replay import page, progress, read, table
 from kvstore.replay.admission import ADMISSIONS
 from kvstore.replay.model import DEFAULT_MODEL, ModelShape, model_shape
 from kvstore.replay.sweep import Plan, Weight, default_capacities, sweep
 from kvstore.replay.trace import Trace
 
 GIB = 1 << 30
-_SHOW_EVERY = 1000
-T = TypeVar("T")
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
@@ -189,7 +185,7 @@ def replay(
     except KVStoreError as error:
         raise click.ClickException(str(error)) from error
     steps = sum(plan.steps(trace) for plan, trace in zip(plans, found, strict=True))
-    with _bar("replaying", steps) as advance:
+    with progress.bar("replaying", steps) as advance:
         results = [
             sweep(trace, plan, shape, advance) for trace, plan in zip(found, plans, strict=True)
         ]
@@ -208,7 +204,7 @@ def replay(
 
 def _read(paths: Sequence[Path], options: read.Options) -> list[Trace]:
     sizes = [path.stat().st_size for path in paths if path.exists()]
-    with _bar("reading", sum(sizes)) as advance:
+    with progress.bar("reading", sum(sizes)) as advance:
         return read.read(paths, options, advance)
 
 
@@ -221,22 +217,3 @@ def _capacities(
         if not all(blocks):
             raise ConfigError(f"--capacity-gib: {min(gib):g} GiB is less than one block")
     return sorted(set(blocks)) if blocks else default_capacities(trace)
-
-
-@contextmanager
-def _bar(title: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, gone when done; redrawn now and then, whatever the steps."""
-    columns = (TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    every = max(1, steps // _SHOW_EVERY)
-    waiting = 0
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=steps)
-
-        def advance(done: int) -> None:
-            nonlocal waiting
-            waiting += done
-            if waiting >= every:
-                bar.advance(task, waiting)
-                waiting = 0
-
-        yield advance

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import control_plane, data_plane
+from scripts.bench import control_plane, data_plane, replay
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"copy", "shm", "shm_verified", "stream", "grpc_bytes", "redis_tier", "redis_py"}
@@ -61,7 +61,15 @@ def test_the_control_plane_benchmark_measures_lookups_and_hashing_run_as_a_file(
     assert set(document["hash_128k_ms"]) == {"16", "64", "256"}
 
 
-@pytest.mark.parametrize("main", [data_plane.main, control_plane.main])
+def test_the_replay_benchmark_measures_time_and_memory_by_size():
+    rows = run("-m", "scripts.bench.replay")["rows"]
+    assert len(rows) >= 2
+    assert [row["touches"] for row in rows] == sorted(row["touches"] for row in rows)
+    names = [name for name in rows[0] if not name.endswith("_mib")]
+    assert positive(*(row[name] for row in rows for name in names))
+
+
+@pytest.mark.parametrize("main", [data_plane.main, control_plane.main, replay.main])
 def test_help_explains_the_numbers(main: Callable, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
