@@ -77,7 +77,9 @@ class Gain(Admission):
         pressure = self._demand.pressure if free < ROOM_SHARE else 0.0
         gains = list(accumulate(chance - pressure for chance in chances))
         best = max(gains, default=0.0)
-        return len(gains) - gains[::-1].index(best) if best > 0 else 0
+        wanted = len(gains) - gains[::-1].index(best) if best > 0 else 0
+        self._history.note(request.keys[hits + wanted :], MissReason.REFUSED)
+        return wanted
 
     def evicted(self, key: BlockKey) -> None:
         self._demand.note_evicted()
