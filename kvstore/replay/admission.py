@@ -12,12 +12,11 @@ from itertools import accumulate, takewhile
 from types import MappingProxyType
 
 from kvstore.clock import Clock
-from kvstore.demand import Demand
+from kvstore.demand import ROOM_SHARE, Demand
 from kvstore.first_sight import SEEN, FirstSight
 from kvstore.history import History
 from kvstore.replay.trace import RequestKeys
 from kvstore.reuse import ReuseSketch
-from kvstore.store import ROOM_SHARE
 from kvstore.types import BlockKey, Fingerprint, MissReason
 
 _NAMESPACE = Fingerprint(bytes(32))

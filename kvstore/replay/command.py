@@ -16,7 +16,7 @@ from kvstore.eviction import DEFAULT, POLICIES
 from kvstore.replay import page, progress, read, table
 from kvstore.replay.admission import ADMISSIONS
 from kvstore.replay.model import DEFAULT_MODEL, ModelShape, model_shape
-from kvstore.replay.sweep import Plan, Weight, default_capacities, sweep
+from kvstore.replay.sweep import Plan, Weight, block_bytes, default_capacities, sweep
 from kvstore.replay.trace import Trace
 
 GIB = 1 << 30
@@ -195,10 +195,9 @@ def replay(
             if trace.skipped:
                 click.echo(f"{trace.name}: {trace.skipped} damaged lines left out", err=True)
         else:
-            table.show(console, trace, plan, shape, swept)
+            table.show(console, trace, plan, swept)
     if html is not None:
-        documents = [swept.document for swept in results]
-        html.write_text(page.render(documents, cast(Weight, weight)), encoding="utf-8")
+        html.write_text(page.render(results, cast(Weight, weight)), encoding="utf-8")
         click.echo(f"wrote {html}", err=True)
 
 
@@ -212,8 +211,7 @@ def _capacities(
     trace: Trace, model: ModelShape, blocks: list[int] | None, gib: list[float] | None
 ) -> list[int]:
     if gib:
-        block_bytes = trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
-        blocks = [int(size * GIB / block_bytes) for size in gib]
+        blocks = [int(size * GIB / block_bytes(trace, model)) for size in gib]
         if not all(blocks):
             raise ConfigError(f"--capacity-gib: {min(gib):g} GiB is less than one block")
     return sorted(set(blocks)) if blocks else default_capacities(trace)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from kvstore.replay.sweep import DEFAULT_NAME, OPTIMAL_NAME, Document, Result, Weight
+from kvstore.replay.sweep import DEFAULT_NAME, OPTIMAL_NAME, Document, Result, Swept, Weight
 from kvstore.report import page_html as html
 from kvstore.report import page_style, words
 
@@ -28,10 +28,14 @@ tr{display:table-row}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def render(documents: Sequence[Document], weight: Weight) -> str:
+def render(traces: Sequence[Swept], weight: Weight) -> str:
     """The page, complete, as text to be written in UTF-8."""
-    data = json.dumps(documents, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
-    body = "\n".join(_trace(document, weight) for document in documents)
+    data = (
+        json.dumps([swept.document for swept in traces], allow_nan=False)
+        .replace("<", "\\u003c")
+        .replace("&", "\\u0026")
+    )
+    body = "\n".join(_trace(swept, weight) for swept in traces)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -42,7 +46,8 @@ def render(documents: Sequence[Document], weight: Weight) -> str:
     )
 
 
-def _trace(document: Document, weight: Weight) -> str:
+def _trace(swept: Swept, weight: Weight) -> str:
+    document = swept.document
     lead = (
         f"{document['requests']:,} requests, {words.count(document['blocks'])} blocks asked for, "
         f"{words.count(document['unique_blocks'])} different ones. Hit rate of {weight} against "
@@ -50,7 +55,11 @@ def _trace(document: Document, weight: Weight) -> str:
         "future. Dotted: a store without limits."
     )
     return html.section(
-        html.text(document["trace"]), lead, _curves(document, weight), _table(document)
+        html.text(document["trace"]),
+        lead,
+        _curves(document, weight),
+        _table(swept),
+        f'<p class="soft small">{escape(swept.cost_model)}</p>',
     )
 
 
@@ -104,7 +113,8 @@ def _curves(document: Document, weight: Weight) -> str:
     )
 
 
-def _table(document: Document) -> str:
+def _table(swept: Swept) -> str:
+    document = swept.document
     rows = [
         html.row(
             escape(f"{each['policy']}, {each['admission']}"),
@@ -114,13 +124,19 @@ def _table(document: Document) -> str:
                 f"{each['token_hit_rate']:.4f}",
                 f"{each['share_of_optimal']:.1%}",
                 f"{each['blocks_written']:,}",
+                words.size(each["blocks_written"] * swept.block_bytes),
+                words.duration(saved_s),
             ),
         )
-        for each in document["results"]
+        for each, saved_s in zip(document["results"], swept.saved_s, strict=True)
     ]
     infinite = document["infinite"]
     rates = f"{infinite['block_hit_rate']:.4f}", f"{infinite['token_hit_rate']:.4f}"
-    rows.append(html.row("infinite", html.numbers("", *rates, "", "")))
+    rows.append(
+        html.row(
+            "infinite", html.numbers("", *rates, "", "", "", words.duration(swept.infinite_saved_s))
+        )
+    )
     columns = (
         "name:Policy, admission",
         "n:Capacity, blocks",
@@ -128,5 +144,7 @@ def _table(document: Document) -> str:
         "n:Hit tokens",
         "n:Of optimal",
         "n:Blocks written",
+        "n:Bytes",
+        "n:Prefill saved",
     )
     return html.table("Results", columns, rows)

@@ -80,11 +80,19 @@ class Swept:
     saved_s: Sequence[float]
     """Prefill seconds that each result saved."""
     infinite_saved_s: float
+    block_bytes: int
+    cost_model: str
+    """What the seconds and bytes are of, in a sentence or two."""
 
 
 def default_capacities(trace: Trace) -> list[int]:
     """Some shares of the trace's different blocks."""
     return sorted({max(1, round(share * trace.unique_blocks)) for share in SHARES})
+
+
+def block_bytes(trace: Trace, model: ModelShape) -> int:
+    """KV bytes of one of the trace's blocks: the trace's own word, or the model's."""
+    return trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
 
 
 def _unique(policies: Sequence[str]) -> list[str]:
@@ -176,4 +184,7 @@ def sweep(
         "infinite": counted.rates(infinite),
         "results": results,
     }
-    return Swept(document, saved_s, counted.saved_s(infinite))
+    size = block_bytes(trace, model)
+    origin = "the recording's" if trace.block_bytes else f"{model.name}'s"
+    stated = f"{model.cost_model} Bytes are {origin}, {size:,} a block."
+    return Swept(document, saved_s, counted.saved_s(infinite), size, stated)

@@ -6,12 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.replay.model import ModelShape
 from kvstore.replay.sweep import OPTIMAL_NAME, Plan, Swept
 from kvstore.replay.trace import Trace
 from kvstore.report import words
 
-WIDTH_MIN = 104
+WIDTH_MIN = 112
 """Narrower than this, the columns would not fit; lines run over instead."""
 
 _COLUMNS = (
@@ -23,11 +22,12 @@ _COLUMNS = (
     "tokens",
     "of optimal",
     "written",
+    "bytes",
     "prefill saved",
 )
 
 
-def show(console: Console, trace: Trace, plan: Plan, model: ModelShape, swept: Swept) -> None:
+def show(console: Console, trace: Trace, plan: Plan, swept: Swept) -> None:
     """Prints one trace's results."""
     document = swept.document
     console.print(Text(words.plain(trace.name), style="bold"))
@@ -48,7 +48,7 @@ def show(console: Console, trace: Trace, plan: Plan, model: ModelShape, swept: S
         capacity = result["capacity_blocks"]
         if before not in (None, capacity):
             table.add_section()
-        size = f"{capacity:,}", words.size(capacity * _block_bytes(trace, model))
+        size = f"{capacity:,}", words.size(capacity * swept.block_bytes)
         table.add_row(
             *(size if capacity != before else ("", "")),
             result["policy"],
@@ -57,6 +57,7 @@ def show(console: Console, trace: Trace, plan: Plan, model: ModelShape, swept: S
             f"{result['token_hit_rate']:.4f}",
             f"{result['share_of_optimal']:.1%}",
             f"{result['blocks_written']:,}",
+            words.size(result["blocks_written"] * swept.block_bytes),
             words.duration(saved_s),
         )
         before = capacity
@@ -71,16 +72,8 @@ def show(console: Console, trace: Trace, plan: Plan, model: ModelShape, swept: S
         f"{infinite['token_hit_rate']:.4f}",
         "",
         "",
+        "",
         words.duration(swept.infinite_saved_s),
     )
     console.print(table)
-    console.print(f"{model.cost_model} {_sizes(trace, model)}", style="dim", highlight=False)
-
-
-def _block_bytes(trace: Trace, model: ModelShape) -> int:
-    return trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
-
-
-def _sizes(trace: Trace, model: ModelShape) -> str:
-    origin = "the recording's" if trace.block_bytes else f"{model.name}'s"
-    return f"Bytes are {origin}, {words.size(_block_bytes(trace, model))} a block."
+    console.print(swept.cost_model, style="dim", highlight=False)

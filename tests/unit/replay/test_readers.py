@@ -11,7 +11,7 @@ import pytest
 
 from engine.hashing import block_keys
 from kvstore.errors import BadTrace
-from kvstore.replay.read import Options, read
+from kvstore.replay.read import Options, read, tokenizer
 from kvstore.replay.trace import Trace
 from kvstore.types import Fingerprint
 
@@ -101,6 +101,17 @@ def test_text_is_read_with_a_tokenizer(tmp_path: Path) -> None:
     first, second = prompts(trace)
     assert first[0] == second[0]
     assert first[1] != second[1]
+
+
+def test_a_tokenizer_is_read_from_its_folder(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"good": 0, "morning": 1, "night": 2, "?": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert list(tokenizer(str(tmp_path))("good night")) == [0, 2]
+    with pytest.raises(BadTrace, match="--tokenizer"):
+        tokenizer(str(tmp_path / "nowhere" / "tokenizer.json"))
 
 
 def test_what_kvstore_recorded(tmp_path: Path) -> None:
