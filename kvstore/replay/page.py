@@ -63,6 +63,12 @@ def _trace(swept: Swept, weight: Weight) -> str:
     )
 
 
+def _name(result: Result) -> str:
+    if result["policy"] == OPTIMAL_NAME:
+        return OPTIMAL_NAME
+    return f"{result['policy']}, {result['admission']}"
+
+
 def _lines(document: Document) -> dict[str, list[Result]]:
     """The results by line of the plot, but for the default's second name."""
     rules = {each["admission"] for each in document["results"]} - {OPTIMAL_NAME}
@@ -70,8 +76,7 @@ def _lines(document: Document) -> dict[str, list[Result]]:
     for each in document["results"]:
         if each["policy"] == DEFAULT_NAME:
             continue
-        several = len(rules) > 1 and each["policy"] != OPTIMAL_NAME
-        name = f"{each['policy']}, {each['admission']}" if several else each["policy"]
+        name = _name(each) if len(rules) > 1 else each["policy"]
         lines.setdefault(name, []).append(each)
     return lines
 
@@ -81,7 +86,7 @@ def _curves(document: Document, weight: Weight) -> str:
     capacities = [each["capacity_blocks"] for each in document["results"]]
     low, high = min(capacities), max(capacities)
     infinite = float(document["infinite"][rate])  # type: ignore[literal-required]
-    top = max(infinite, 1e-9) * 1.05
+    top = math.ceil(max(infinite, 1e-9) * 20) / 20
 
     def at(capacity: int, share: float) -> str:
         span = math.log(high / low) or 1.0
@@ -105,7 +110,7 @@ def _curves(document: Document, weight: Weight) -> str:
     )
     grid = "".join(f'<path class="grid" d="M0 {y}H{_WIDTH}"/>' for y in range(0, _HEIGHT + 1, 80))
     return (
-        f'<div class="plot curves"><div class="ends"><span>{top:.1%}</span></div>'
+        f'<div class="plot curves"><div class="ends"><span>{top:.0%}</span></div>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img">'
         f"<title>Hit rate of {weight} against capacity</title>{grid}{''.join(drawn)}</svg>"
         f'<div class="ends"><span>0 % · {low:,} blocks</span><span>{high:,} blocks</span></div>'
@@ -117,7 +122,7 @@ def _table(swept: Swept) -> str:
     document = swept.document
     rows = [
         html.row(
-            escape(f"{each['policy']}, {each['admission']}"),
+            escape(_name(each)),
             html.numbers(
                 f"{each['capacity_blocks']:,}",
                 f"{each['block_hit_rate']:.4f}",

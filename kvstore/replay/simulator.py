@@ -71,17 +71,22 @@ class SimulatedTier:
     def store(self, prefix: list[Block], keys: Sequence[BlockKey]) -> list[Block]:
         """Stores these blocks after a prefix that was found; those that find room, in order."""
         index, policy = self.index, self._policy
-        parent = prefix[-1] if prefix else None
         new: list[Block] = []
+        parent = prefix[-1] if prefix else None
+        if parent is not None:
+            parent.pins += 1  # the prefix must not make room for what follows it
+        parent_key = parent.key if parent is not None else None
         for key in keys:
             if self._free:
                 self._free -= 1
-            elif not self._make_room(parent):
+            elif not self._make_room():
                 break
-            block = Block(index, key, parent.key if parent is not None else None, 0)
+            block = Block(index, key, parent_key, 0)
             index.begin(block)
             new.append(block)
-            parent = block
+            parent_key = key
+        if parent is not None:
+            parent.pins -= 1
         for block in new:
             block.generation = 1
             index.commit(block)
@@ -97,12 +102,8 @@ class SimulatedTier:
         block.generation = 0
         self._free += 1
 
-    def _make_room(self, needed: Block | None) -> bool:
-        if needed is not None:
-            needed.pins += 1
+    def _make_room(self) -> bool:
         victim = coldest(self._policy)
-        if needed is not None:
-            needed.pins -= 1
         if victim is None:
             return False
         self._policy.remove(victim)
@@ -189,9 +190,10 @@ def replay(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A block and its index refer to each other, but are taken apart when a block goes: there is
-    no garbage to collect, and looking for it among a million blocks is a third of the time."""
+    """A block and its index refer to each other, but are taken apart when a block goes: only at
+    the end is there garbage, and looking for it meanwhile would be a third of the time."""
     was_on = gc.isenabled()
+    gc.collect()  # what the last replay left
     gc.disable()
     try:
         yield
