@@ -13,7 +13,6 @@ A line that doesn't fit raises ValueError with what is wrong. Knows nothing of f
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ RECORDED = "kvstore_trace"
 RECORDED_VERSION = 1
 RECORDED_KEY_CHARS = 16
 TOKEN_MAX = 2**31 - 1
+SECONDS_MAX = 1e15
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -101,7 +101,7 @@ class Recorded(Format):
             return None
         number = whole(value, "namespace")
         if "keys" not in value:
-            size = whole(value, "block_tokens"), whole(value, "block_bytes")
+            size = whole(value, "block_tokens", 1), whole(value, "block_bytes", 1)
             if self._namespaces and size != (self.block_tokens, self.block_bytes):
                 raise ValueError(
                     "namespaces with blocks of different sizes: record one of them, with "
@@ -117,6 +117,8 @@ class Recorded(Format):
             raise ValueError(f"keys: expected {RECORDED_KEY_CHARS} hexadecimal digits each")
         ids = array("Q")
         ids.frombytes(bytes.fromhex(keys))
+        if len(set(ids)) < len(ids):
+            raise ValueError("keys: the same block twice in one prompt")
         return Request(seconds(value, "time_s"), len(ids) * self.block_tokens, ids)
 
 
@@ -144,18 +146,22 @@ def parse(line: bytes) -> Any:
         raise ValueError("not JSON of this format (nested too deep)") from error
 
 
-def whole(value: Any, name: str) -> int:
-    """The field, a whole number from 0. Raises ValueError."""
+def whole(value: Any, name: str, least: int = 0) -> int:
+    """The field, a whole number from `least`. Raises ValueError."""
     found = value.get(name) if isinstance(value, dict) else None
-    if type(found) is not int or not 0 <= found < 1 << 62:
-        raise ValueError(f"{name}: expected a whole number, not {found!r:.30}")
+    if type(found) is not int or not least <= found < 1 << 62:
+        raise ValueError(f"{name}: expected a whole number from {least}, not {found!r:.30}")
     return found
 
 
 def seconds(value: Any, name: str) -> float:
     """The field, a time from 0. Raises ValueError."""
     found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < math.inf:
+    if (
+        not isinstance(found, int | float)
+        or isinstance(found, bool)
+        or not 0 <= found < SECONDS_MAX
+    ):
         raise ValueError(f"{name}: expected a time, not {found!r:.30}")
     return float(found)
 
@@ -164,6 +170,8 @@ def block_ids(found: Any) -> array[int]:
     """A list of numbers of blocks. Raises ValueError."""
     if not isinstance(found, list) or not set(map(type, found)) <= {int}:
         raise ValueError("hash_ids: expected a list of whole numbers")
+    if len(set(found)) < len(found):
+        raise ValueError("hash_ids: the same block twice in one prompt")
     try:
         return array("Q", found)
     except OverflowError as error:

@@ -79,7 +79,7 @@ def optimal_hits(
             parent = parents[node]
             if parent >= 0:
                 children[parent] -= 1
-                if not children[parent]:
+                if not children[parent] and next_use[parent] >= 0:
                     heapq.heappush(leaves, (-next_use[parent], parent))
             return True
         return False
@@ -95,10 +95,16 @@ def optimal_hits(
                 break
             next_use[node] = use
             hit, last = hit + 1, node
-        hits[index] = at = hit
+        hits[index] = hit
+        written = 0
         for node, use in zip(nodes[hit:], uses[hit:], strict=True):
             if use == never:
                 break
+            if next_use[node] >= 0:  # asked for before without those before it
+                next_use[node], last = use, node
+                if not children[node]:
+                    heapq.heappush(leaves, (-use, node))
+                continue
             if free:
                 free -= 1
             elif not evict(use):
@@ -106,8 +112,8 @@ def optimal_hits(
             next_use[node], parents[node] = use, last
             if last >= 0:
                 children[last] += 1
-            at, last = at + 1, node
-        stored[index] = at - hit
+            written, last = written + 1, node
+        stored[index] = written
         if last >= 0 and not children[last]:
             heapq.heappush(leaves, (-next_use[last], last))
         advance(1)

@@ -65,7 +65,7 @@ class Sessions:
             return
         self._seen.add(digest)
         try:
-            block_tokens = whole(session, "block_size")
+            block_tokens = whole(session, "block_size", 1)
         except ValueError as error:
             self._damage.note(path, 1, str(error))
             return

@@ -65,18 +65,24 @@ class SimulatedTier:
         """The longest present prefix, now touched."""
         found = self.index.longest_prefix(keys)
         if found:
-            self._policy.touch(found)
+            self._touch(found)
         return found
 
     def store(self, prefix: list[Block], keys: Sequence[BlockKey]) -> list[Block]:
         """Stores these blocks after a prefix that was found; those that find room, in order."""
-        index, policy = self.index, self._policy
+        index = self.index
         new: list[Block] = []
-        parent = prefix[-1] if prefix else None
-        if parent is not None:
-            parent.pins += 1  # the prefix must not make room for what follows it
-        parent_key = parent.key if parent is not None else None
+        held = prefix[-1:]  # what this store extends must not make room for it
+        for block in held:
+            block.pins += 1
+        parent_key = held[0].key if held else None
         for key in keys:
+            present = index.get(key)  # after a block that was not: a trace may begin in the middle
+            if present is not None:
+                present.pins += 1
+                held.append(present)
+                parent_key = key
+                continue
             if self._free:
                 self._free -= 1
             elif not self._make_room():
@@ -85,15 +91,20 @@ class SimulatedTier:
             index.begin(block)
             new.append(block)
             parent_key = key
-        if parent is not None:
-            parent.pins -= 1
+        for block in held:
+            block.pins -= 1
         for block in new:
             block.generation = 1
             index.commit(block)
-            policy.insert(block)
+            self._policy.insert(block)
         if new:
-            policy.touch(prefix + new)
+            self._touch(new)
         return new
+
+    def _touch(self, path: list[Block]) -> None:
+        """A use of a block is a use of those before it, also of those that nobody asked for."""
+        first = path[0]
+        self._policy.touch(path if first.parent is None else [*first.ancestors(), *path])
 
     def drop(self, block: Block) -> None:
         """Removes a block that no other follows."""

@@ -1,6 +1,6 @@
 """A trace in memory: which blocks each request asked for, and when.
 
-Columns rather than objects: 8 bytes a block asked for and 24 a request, whatever the number of
+Columns rather than objects: 8 bytes a block asked for and 32 a request, whatever the number of
 distinct blocks, so that a trace of ten million blocks takes 80 MB. A block is named by a 64-bit
 number that stands for it together with all before it, as a block key does.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +42,21 @@ def trace_of(paths: Sequence[tuple[Sequence[int], float]]) -> Trace:
     return builder.build("made up")
 
 
+@contextmanager
+def small_arena(factory: pytest.TempPathFactory, capacity: int) -> Iterator[Arena]:
+    """An arena with room for so many blocks: the other slots are taken."""
+    arena = Arena(factory.mktemp("arena") / "arena", 1 << 18, epoch=1, slab_bytes=1 << 16)
+    try:
+        taken = []
+        while (offset := arena.allocate(INFO.block_bytes)) is not None:
+            taken.append(offset)
+        for offset in taken[:capacity]:
+            arena.free(offset)
+        yield arena
+    finally:
+        arena.close()
+
+
 def in_the_real_tier(trace: Trace, policy: str, arena: Arena) -> list[int]:
     clock = TraceClock()
     tier = CpuTier(arena, lambda: POLICIES[policy](clock))
@@ -72,20 +88,58 @@ def test_the_simulated_store_hits_what_the_real_one_hits(
     capacity: int,
 ) -> None:
     trace = trace_of(paths)
-    file = tmp_path_factory.mktemp("arena") / "arena"
-    arena = Arena(file, 1 << 18, epoch=1, slab_bytes=1 << 16)
-    try:
-        # The arena has more slots than the test wants: those too many are taken before.
-        taken = []
-        while (offset := arena.allocate(INFO.block_bytes)) is not None:
-            taken.append(offset)
-        for offset in taken[:capacity]:
-            arena.free(offset)
+    with small_arena(tmp_path_factory, capacity) as arena:
         expected = in_the_real_tier(trace, policy, arena)
-    finally:
-        arena.close()
     done = replay(trace, POLICIES[policy], ADMISSIONS["all"], capacity)
     assert done.hits.tolist() == expected
+
+
+@given(
+    paths=st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(0, 4)),
+        min_size=1,
+        max_size=30,
+    ),
+    capacity=st.integers(1, 12),
+)
+@settings(max_examples=60, deadline=None)
+def test_so_it_does_when_prompts_begin_in_the_middle(
+    tmp_path_factory: pytest.TempPathFactory,
+    paths: list[tuple[list[int], int]],
+    capacity: int,
+) -> None:
+    """An engine that has the first blocks itself asks for the others alone."""
+    builder = TraceBuilder(16)
+    names: dict[tuple[int, ...], int] = {}
+    for number, (path, first) in enumerate(paths):
+        steps = [tuple(path[: depth + 1]) for depth in range(min(first, len(path) - 1), len(path))]
+        ids = [names.setdefault(step, len(names)) for step in steps]
+        builder.add(Request(float(number), 16 * len(ids), ids))
+    trace = builder.build("from the middle")
+    with small_arena(tmp_path_factory, capacity) as arena:
+        expected = in_the_real_tier(trace, "lru", arena)
+    done = replay(trace, POLICIES["lru"], ADMISSIONS["all"], capacity)
+    assert done.hits.tolist() == expected
+
+
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(0, 7), min_size=1, max_size=5, unique=True), min_size=1, max_size=30
+    ),
+    capacity=st.integers(1, 6),
+)
+@settings(max_examples=100, deadline=None)
+def test_blocks_that_are_no_prefixes_do_no_harm(prompts: list[list[int]], capacity: int) -> None:
+    builder = TraceBuilder(16)
+    for number, ids in enumerate(prompts):
+        builder.add(Request(float(number), 16 * len(ids), ids))
+    trace = builder.build("no prefixes")
+    infinite = infinite_hits(trace)
+    best, _ = optimal_hits(Future(trace), capacity)
+    assert (best <= infinite).all()
+    for rule in ADMISSIONS.values():
+        done = replay(trace, POLICIES["lru"], rule, capacity, ttl_s=3.0)
+        assert (done.hits <= infinite).all()
 
 
 @given(paths=PATHS)

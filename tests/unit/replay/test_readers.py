@@ -140,6 +140,7 @@ BAD = [
     ({**MOONCAKE[0], "hash_ids": None}, "hash_ids"),
     ({**MOONCAKE[0], "timestamp": "soon"}, "timestamp"),
     ('{"timestamp": NaN, "input_length": 9, "hash_ids": [1]}', "timestamp"),
+    ({**MOONCAKE[0], "timestamp": 10**400}, "timestamp"),
     ("[" * 100_000, "not JSON"),
 ]
 
@@ -167,6 +168,11 @@ def test_bytes_that_are_no_text_are_a_damaged_line(tmp_path: Path) -> None:
     with pytest.raises(BadTrace, match=r"a\.jsonl:3"):
         one(file)
     assert one(file, skip_bad=True).skipped == 1
+
+
+def test_blocks_of_no_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadTrace, match="block_size"):
+        one(write(tmp_path / "a.json", {**SESSION, "block_size": 0}))
 
 
 def test_a_truncated_gzip_keeps_what_came_before(tmp_path: Path) -> None:
