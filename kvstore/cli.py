@@ -1,4 +1,7 @@
-"""The command line: serve, report, clear. Thin: each command calls what does the work."""
+"""The command line: serve, report, explain, clear, record, replay.
+
+Thin: each command calls what does the work.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import webbrowser
 from collections.abc import Callable
@@ -16,8 +20,9 @@ from typing import Any
 import click
 
 import kvstore
-from kvstore.config import load, settings
+from kvstore.config import load, parse_seconds, settings
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.replay.command import replay
 
 TARGET_HELP = "The server: host:port or unix:/path. Default: the one on this host."
 
@@ -165,6 +170,49 @@ def clear(target: str | None, arena_only: bool) -> None:
     with kvstore.connect(target) as store:
         blocks, redis_blocks = _answer(lambda: store.clear(arena_only=arena_only))
     click.echo(f"dropped {blocks} blocks from the CPU tier, {redis_blocks} from the redis tier")
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("target", required=False)
+@click.option("--namespace", help="Only this one; `kvstore report --json` has the fingerprints.")
+@click.option(
+    "--for", "time", help="End by itself after so long: 15m, 12h. Default: Ctrl-C ends it."
+)
+def record(file: Path, target: str | None, namespace: str | None, time: str | None) -> None:
+    """Write down what requests ask a running server for, for `kvstore replay`.
+
+    FILE, compressed when its name ends in .gz, gets a line for each request: when it came, and
+    which blocks it asked for, as numbers. It has no tokens, no text and no names, and the numbers
+    are made from block keys with a random secret that is never written, so that nobody can find
+    out by guessing whether a known prompt is in it.
+
+    TARGET is the server: host:port or unix:/path. Default: the one on this host.
+
+    \b
+    Examples:
+      kvstore record monday.jsonl.gz --for 12h
+      kvstore replay monday.jsonl.gz --capacity-gib 16,64,256
+    """
+    from kvstore import record as recording
+
+    try:
+        fingerprint = bytes.fromhex(namespace) if namespace else None
+        seconds = parse_seconds(time) if time else None
+    except ValueError as error:
+        raise click.UsageError(
+            f"--namespace wants hexadecimal digits, --for a time: {error}"
+        ) from error
+    with kvstore.connect(target) as store:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+        try:
+            requests = recording.record(store, file, fingerprint, seconds)
+        except KVStoreError as error:
+            raise click.ClickException(str(error)) from error
+    click.echo(f"wrote {requests:,} requests to {file}")
+
+
+cli.add_command(replay)
 
 
 def _answer(ask: Callable[[], Any]) -> Any:

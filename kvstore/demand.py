@@ -40,6 +40,9 @@ DEPTHS = 16
 FADE_BLOCKS = 1 << 14
 """After so many counted blocks, those before them count half."""
 
+ROOM_SHARE = 0.02
+"""Share of the arena that is free while blocks displace nothing."""
+
 Counts = npt.NDArray[np.float64]
 
 

@@ -10,6 +10,7 @@
     │   ├── ChecksumRequired a commit without checksums, to a server that verifies always
     │   ├── TooMany          a bound on sessions, leases or message size is reached
     │   └── FellBehind       a watcher read too slowly; what it saw before is no longer the truth
+    ├── BadTrace             a trace can't be read or replayed; the message names file and line
     ├── Unavailable          the server can't be reached, or did not answer by the deadline
     └── UnsupportedModel     the engine's KV layout can't be stored; the message names why
 
@@ -26,6 +27,10 @@ class KVStoreError(Exception):
 
 class ConfigError(KVStoreError):
     """A setting is unknown, unparsable, or can't be met on this host."""
+
+
+class BadTrace(KVStoreError):
+    """A trace can't be read or replayed; the message names the file and the line."""
 
 
 class RequestError(KVStoreError):

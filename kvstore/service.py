@@ -40,6 +40,7 @@ R = TypeVar("R")
 _KINDS = {
     EventKind.STORED: pb.WatchResponse.KIND_STORED,
     EventKind.EVICTED: pb.WatchResponse.KIND_EVICTED,
+    EventKind.ASKED: pb.WatchResponse.KIND_ASKED,
 }
 
 
@@ -325,10 +326,10 @@ class Service(pb_grpc.KVStoreServicer):
     @stream
     async def Watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
         fingerprint = convert.to_fingerprint(request.namespace) if request.namespace else None
-        async for event in self._store.watchers.subscribe(fingerprint):
+        async for event in self._store.watchers.subscribe(fingerprint, request.asked):
             yield pb.WatchResponse(
                 kind=_KINDS[event.kind],
                 namespace=event.namespace,
                 keys=convert.join_keys(event.keys),
-                tier=convert.TIER_TO_WIRE[event.tier],
+                tier=convert.TIER_TO_WIRE[event.tier] if event.tier else pb.TIER_UNSPECIFIED,
             )

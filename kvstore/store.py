@@ -18,7 +18,7 @@ from functools import partial
 from itertools import groupby, takewhile
 
 from kvstore.clock import Clock
-from kvstore.demand import Demand
+from kvstore.demand import ROOM_SHARE, Demand
 from kvstore.errors import (
     ChecksumRequired,
     InvalidRequest,
@@ -65,8 +65,6 @@ DRAIN_S_MAX = 20.0
 """How long `clear` waits for the write-through: a steady stream of stores never ends."""
 
 FETCH_TIMEOUT_S = 10.0
-ROOM_SHARE = 0.02
-"""Share of the arena that is free while blocks displace nothing."""
 SWEEP_S = 0.2
 REFRESH_S = 2.0
 
@@ -224,6 +222,7 @@ class Store:
 
         Returns what is known about those that it lacks.
         """
+        self.watchers.publish(EventKind.ASKED, fingerprint, keys)
         chances = self._demand.note(fingerprint, keys, first)
         missing = keys[len(found.blocks) :]
         if found.miss_reason is MissReason.EVICTED:

@@ -1,4 +1,4 @@
-"""What was stored and evicted, for those who want to know: routers, and tests.
+"""What was stored, evicted and asked for, for those who want to know: routers, recorders, tests.
 
 Each watcher has a bounded queue. One that falls behind loses its place, rather than holding
 back the store or missing events without knowing.
@@ -22,21 +22,25 @@ class EventKind(Enum):
 
     STORED = "stored"
     EVICTED = "evicted"
+    ASKED = "asked"
+    """A request looked for the blocks, whether they were there or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Blocks that came into, or left, a tier."""
+    """Blocks that came into, or left, a tier, or were asked for."""
 
     kind: EventKind
     namespace: Fingerprint
     keys: tuple[BlockKey, ...]
-    tier: TierName
+    tier: TierName | None
+    """None when they were asked for."""
 
 
 class _Watcher:
-    def __init__(self, namespace: Fingerprint | None):
+    def __init__(self, namespace: Fingerprint | None, asked: bool):
         self.namespace = namespace
+        self.asked = asked
         self.queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self.behind = False
 
@@ -48,7 +52,11 @@ class Watchers:
         self._watchers: set[_Watcher] = set()
 
     def publish(
-        self, kind: EventKind, namespace: Fingerprint, keys: Sequence[BlockKey], tier: TierName
+        self,
+        kind: EventKind,
+        namespace: Fingerprint,
+        keys: Sequence[BlockKey],
+        tier: TierName | None = None,
     ) -> None:
         """Tells the watchers of this namespace."""
         if not self._watchers:
@@ -57,18 +65,22 @@ class Watchers:
         for watcher in self._watchers:
             if watcher.behind or watcher.namespace not in (None, namespace):
                 continue
+            if watcher.asked != (kind is EventKind.ASKED):
+                continue
             if watcher.queue.qsize() >= EVENTS_MAX:
                 watcher.behind = True
             else:
                 watcher.queue.put_nowait(event)
 
-    def subscribe(self, namespace: Fingerprint | None) -> AsyncIterator[Event]:
+    def subscribe(self, namespace: Fingerprint | None, asked: bool = False) -> AsyncIterator[Event]:
         """Events from this call on, of one namespace or of all.
+
+        Either what is stored and evicted, or what is `asked` for.
 
         Raises, while iterated:
             FellBehind: too many events waited to be read.
         """
-        watcher = _Watcher(namespace)
+        watcher = _Watcher(namespace, asked)
         self._watchers.add(watcher)
         return self._events(watcher)
 

@@ -22,6 +22,7 @@ from kvstore import slots
 from kvstore.arena import Arena
 from kvstore.errors import NamespaceConflict, TooMany
 from kvstore.eviction.base import EvictionPolicy
+from kvstore.eviction.coldest import coldest
 from kvstore.index import Block, Namespace
 from kvstore.tiers.base import Tier, check_batch
 from kvstore.types import (
@@ -373,22 +374,21 @@ class CpuTier(Tier[memoryview]):
         return self.arena.allocate(block_bytes)
 
     def _coldest(self, block_bytes: int) -> Block | None:
-        candidates = self._policy_of(block_bytes).candidates()
-        return next((block for block in candidates if block.evictable), None)
+        return coldest(self._policy_of(block_bytes))
 
     def _starving(self, block_bytes: int, own: Block | None) -> int | None:
         """The block size to take a slab from, if this one is starved; else None."""
-        coldest = {
+        others = {
             size: block
             for size in self._policies
             if size != block_bytes and (block := self._coldest(size)) is not None
         }
-        if not coldest:
+        if not others:
             return None
-        donor = min(coldest, key=lambda size: coldest[size].touched)
+        donor = min(others, key=lambda size: others[size].touched)
         if own is None:
             return donor
-        age, own_age = self._uses - coldest[donor].touched, self._uses - own.touched
+        age, own_age = self._uses - others[donor].touched, self._uses - own.touched
         return donor if age > STARVATION_RATIO * max(own_age, 1) else None
 
     def _take_slab(self, block_bytes: int) -> bool:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.bench import control_plane, data_plane, growth
+from scripts.bench import control_plane, data_plane, growth, replay
 from scripts.bench.growth_page import Plot, page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,18 @@ def test_a_page_is_one_well_formed_svg_a_plot():
     assert "<c>" not in drawn
 
 
-@pytest.mark.parametrize("main", [data_plane.main, control_plane.main, growth.main])
+def test_the_replay_benchmark_measures_time_and_memory_by_size():
+    rows = run("-m", "scripts.bench.replay")["rows"]
+    assert len(rows) >= 2
+    assert [row["touches"] for row in rows] == sorted(row["touches"] for row in rows)
+    names = [name for name in rows[0] if not name.endswith("_mib")]
+    assert positive(*(row[name] for row in rows for name in names))
+
+
+MAINS = [control_plane.main, data_plane.main, growth.main, replay.main]
+
+
+@pytest.mark.parametrize("main", MAINS)
 def test_help_explains_the_numbers(main: Callable, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -31,6 +31,7 @@ from kvstore.wire.status import CODES, code_of, error_of, metadata_of
 NOT_SENT = {
     errors.KVStoreError: "the base",
     errors.RequestError: "a base",
+    errors.BadTrace: "raised by replay, which asks no server",
     errors.ConfigError: "raised at the start, before there is a server",
     errors.UnsupportedModel: "raised by the engine's side alone",
 }

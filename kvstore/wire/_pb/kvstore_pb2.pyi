@@ -1413,16 +1413,20 @@ class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """empty: every namespace"""
+    asked: _builtins.bool
+    """what requests ask for, instead of what is stored and evicted"""
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
+        asked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1441,11 +1445,15 @@ class WatchResponse(_message.Message):
         KIND_UNSPECIFIED: WatchResponse._Kind.ValueType  # 0
         KIND_STORED: WatchResponse._Kind.ValueType  # 1
         KIND_EVICTED: WatchResponse._Kind.ValueType  # 2
+        KIND_ASKED: WatchResponse._Kind.ValueType  # 3
+        """a lookup's keys, present or not, once for each request"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: WatchResponse.Kind.ValueType  # 0
     KIND_STORED: WatchResponse.Kind.ValueType  # 1
     KIND_EVICTED: WatchResponse.Kind.ValueType  # 2
+    KIND_ASKED: WatchResponse.Kind.ValueType  # 3
+    """a lookup's keys, present or not, once for each request"""
 
     KIND_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
@@ -1455,6 +1463,7 @@ class WatchResponse(_message.Message):
     namespace: _builtins.bytes
     keys: _builtins.bytes
     tier: Global___Tier.ValueType
+    """unspecified with KIND_ASKED"""
     def __init__(
         self,
         *,

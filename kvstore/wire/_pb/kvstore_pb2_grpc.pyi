@@ -93,7 +93,7 @@ class KVStoreStub:
     blocks stay until their leases end.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
-    """Blocks stored and evicted from now on. A watcher that falls 65,536 events behind is ended
+    """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
     with RESOURCE_EXHAUSTED, and must look again at what is there.
     """
 
@@ -141,7 +141,7 @@ class KVStoreAsyncStub(KVStoreStub):
     blocks stay until their leases end.
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
-    """Blocks stored and evicted from now on. A watcher that falls 65,536 events behind is ended
+    """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
     with RESOURCE_EXHAUSTED, and must look again at what is there.
     """
 
@@ -246,7 +246,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
-        """Blocks stored and evicted from now on. A watcher that falls 65,536 events behind is ended
+        """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
         with RESOURCE_EXHAUSTED, and must look again at what is there.
         """
 
