@@ -98,7 +98,8 @@ class Watchers:
                 watcher.keys_waiting -= len(event.keys)
                 yield event
             raise FellBehind(
-                f"more than {EVENTS_MAX} events, or {KEYS_MAX} keys, waited; look again at what is there"
+                f"more than {EVENTS_MAX} events, or {KEYS_MAX} keys, waited; look again at what "
+                "is there"
             )
         finally:
             self._watchers.discard(watcher)
