@@ -15,6 +15,8 @@ from kvstore.errors import FellBehind
 from kvstore.types import BlockKey, Fingerprint, TierName
 
 EVENTS_MAX = 65536
+KEYS_MAX = 1 << 20
+"""Keys in the events that wait: a lookup may have thousands, and the events keep them alive."""
 
 
 class EventKind(Enum):
@@ -42,6 +44,7 @@ class _Watcher:
         self.namespace = namespace
         self.asked = asked
         self.queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self.keys_waiting = 0
         self.behind = False
 
 
@@ -67,9 +70,11 @@ class Watchers:
                 continue
             if watcher.asked != (kind is EventKind.ASKED):
                 continue
-            if watcher.queue.qsize() >= EVENTS_MAX:
+            waiting = watcher.keys_waiting + len(event.keys)
+            if watcher.queue.qsize() >= EVENTS_MAX or waiting > KEYS_MAX:
                 watcher.behind = True
             else:
+                watcher.keys_waiting = waiting
                 watcher.queue.put_nowait(event)
 
     def subscribe(self, namespace: Fingerprint | None, asked: bool = False) -> AsyncIterator[Event]:
@@ -90,8 +95,12 @@ class Watchers:
                 event = await watcher.queue.get()
                 if event is None:
                     return
+                watcher.keys_waiting -= len(event.keys)
                 yield event
-            raise FellBehind(f"more than {EVENTS_MAX} events waited; look again at what is there")
+            raise FellBehind(
+                f"more than {EVENTS_MAX} events, or {KEYS_MAX} keys, waited; look again at what "
+                "is there"
+            )
         finally:
             self._watchers.discard(watcher)
 

@@ -85,7 +85,8 @@ def _ttl(_: click.Context, __: click.Parameter, value: str | None) -> float | No
     type=_List("names", _one_of(tuple(ADMISSIONS))),
     default="all",
     show_default=True,
-    help=f"Rules for what is stored, with commas: {', '.join(ADMISSIONS)}.",
+    help="Rules for what is stored, with commas: all; second-sight, what was asked for before; "
+    "gain, the server's; duel, at first sight where a sample shows that it pays.",
 )
 @click.option(
     "--capacity-blocks",

@@ -204,7 +204,7 @@ def _no_garbage_collection() -> Iterator[None]:
     """A block and its index refer to each other, but are taken apart when a block goes: only at
     the end is there garbage, and looking for it meanwhile would be a third of the time."""
     was_on = gc.isenabled()
-    gc.collect()  # what the last replay left
+    gc.collect(1)  # what the last replay left is young, since nothing has looked at it
     gc.disable()
     try:
         yield

@@ -20,7 +20,6 @@ from kvstore.client import Store
 from kvstore.replay.read import read
 from kvstore.replay.trace import Trace
 from kvstore.testing import ServerProcess
-from kvstore.types import BlockKey
 from tests.integration.support import BLOCK_BYTES, BLOCK_TOKENS, chain, info_of, store
 
 
@@ -148,22 +147,3 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=90,
     )
-
-
-def test_a_watcher_of_stores_is_not_told_what_is_asked() -> None:
-    import asyncio
-
-    from kvstore.types import Fingerprint, TierName
-    from kvstore.watch import EventKind, Watchers
-
-    async def test() -> None:
-        watchers = Watchers()
-        stores, asked = watchers.subscribe(None), watchers.subscribe(None, asked=True)
-        space, key = Fingerprint(bytes(32)), BlockKey(bytes(32))
-        watchers.publish(EventKind.STORED, space, [key], TierName.CPU)
-        watchers.publish(EventKind.ASKED, space, [key])
-        watchers.close()
-        assert [event.kind async for event in stores] == [EventKind.STORED]
-        assert [event.kind async for event in asked] == [EventKind.ASKED]
-
-    asyncio.run(test())

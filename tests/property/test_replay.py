@@ -143,6 +143,7 @@ def test_blocks_that_are_no_prefixes_do_no_harm(prompts: list[list[int]], capaci
 
 
 @given(paths=PATHS)
+@settings(deadline=None)
 def test_the_infinite_store_hits_what_was_ever_asked_for(
     paths: list[tuple[list[int], float]],
 ) -> None:

@@ -77,6 +77,37 @@ def test_exactly_the_bound_is_not_behind_and_one_more_is(monkeypatch: pytest.Mon
     asyncio.run(test())
 
 
+def test_keys_that_wait_are_bounded_and_those_read_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "KEYS_MAX", 10)
+    keys = [BlockKey(number.to_bytes(32, "big")) for number in range(6)]
+
+    async def test() -> None:
+        watchers = Watchers()
+        slow, quick = watchers.subscribe(ONE, asked=True), watchers.subscribe(ONE, asked=True)
+        for _ in range(5):
+            watchers.publish(EventKind.ASKED, ONE, keys)
+            assert (await anext(quick)).keys == tuple(keys)
+        with pytest.raises(FellBehind, match="10 keys"):
+            await numbers(slow)
+
+    asyncio.run(test())
+
+
+def test_a_watcher_hears_of_stores_or_of_what_is_asked_not_of_both() -> None:
+    async def test() -> None:
+        watchers = Watchers()
+        stores, asked = watchers.subscribe(None), watchers.subscribe(None, asked=True)
+        publish(watchers, 1)
+        watchers.publish(EventKind.ASKED, ONE, [BlockKey(bytes(32))])
+        watchers.close()
+        assert [event.kind async for event in stores] == [EventKind.STORED]
+        assert [event.kind async for event in asked] == [EventKind.ASKED]
+
+    asyncio.run(test())
+
+
 def test_one_that_stops_watching_is_forgotten() -> None:
     async def test() -> None:
         watchers = Watchers()

@@ -166,8 +166,9 @@ class KVStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
-        with RESOURCE_EXHAUSTED, and must look again at what is there.
+        """Blocks stored and evicted from now on, or, instead, those asked for. A watcher that falls
+        65,536 events or a million keys behind is ended with RESOURCE_EXHAUSTED, and must look again
+        at what is there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

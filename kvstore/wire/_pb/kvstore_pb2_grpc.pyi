@@ -93,8 +93,9 @@ class KVStoreStub:
     blocks stay until their leases end.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
-    """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
-    with RESOURCE_EXHAUSTED, and must look again at what is there.
+    """Blocks stored and evicted from now on, or, instead, those asked for. A watcher that falls
+    65,536 events or a million keys behind is ended with RESOURCE_EXHAUSTED, and must look again
+    at what is there.
     """
 
 @_typing.type_check_only
@@ -141,8 +142,9 @@ class KVStoreAsyncStub(KVStoreStub):
     blocks stay until their leases end.
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
-    """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
-    with RESOURCE_EXHAUSTED, and must look again at what is there.
+    """Blocks stored and evicted from now on, or, instead, those asked for. A watcher that falls
+    65,536 events or a million keys behind is ended with RESOURCE_EXHAUSTED, and must look again
+    at what is there.
     """
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
@@ -246,8 +248,9 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
-        """Blocks stored and evicted from now on, and, on demand, those asked for. A watcher that falls 65,536 events behind is ended
-        with RESOURCE_EXHAUSTED, and must look again at what is there.
+        """Blocks stored and evicted from now on, or, instead, those asked for. A watcher that falls
+        65,536 events or a million keys behind is ended with RESOURCE_EXHAUSTED, and must look again
+        at what is there.
         """
 
 def add_KVStoreServicer_to_server(servicer: KVStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
