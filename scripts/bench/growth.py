@@ -43,7 +43,7 @@ line's name.
 
 MIB = 1 << 20
 BATCH_BYTES = 16 * MIB
-ARENA_BYTES = 512 * MIB
+ARENA_BYTES = 1024 * MIB
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def by_block_bytes(scale: Scale) -> Plot:
     """Nanoseconds a KiB moved."""
-    buffers = Buffers(ARENA_BYTES // 2)
+    buffers = Buffers(ARENA_BYTES // 4)
     series: dict[str, list[float]] = {"copy": [], "store": [], "load": []}
     with (
         tempfile.TemporaryDirectory(prefix="kvb") as folder,  # short: it holds unix sockets

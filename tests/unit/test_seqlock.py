@@ -15,6 +15,7 @@ import pytest
 
 from kvstore import slots
 from kvstore.arena import Arena
+from kvstore.client.copiers import Copiers
 from kvstore.client.planes import Lease, SharedMemoryPlane
 from kvstore.types import BlockKey, Fingerprint, MissReason, NamespaceInfo
 
@@ -64,7 +65,7 @@ def test_no_read_that_passes_the_checks_has_mixed_bytes(tmp_path: Path) -> None:
         assert mapping is not None
         arena = memoryview(mapping)
         attached = cast(Any, SimpleNamespace(arena=arena, verify_always=False))
-        plane = SharedMemoryPlane(attached, cast(Any, None))
+        plane = SharedMemoryPlane(attached, cast(Any, None), Copiers(1))
         copies: list[bytes] = []
         give_up_s = time.monotonic() + DEADLINE_S
         good = overwritten = 0
@@ -122,7 +123,7 @@ def read_while(arena: Arena, during: Any) -> MissReason | None:
     arena.begin(offset, key_of(1), 1000)
     generation = arena.publish(offset, None)
     attached = cast(Any, SimpleNamespace(arena=arena.buffer, verify_always=False))
-    plane = SharedMemoryPlane(attached, cast(Any, None))
+    plane = SharedMemoryPlane(attached, cast(Any, None), Copiers(1))
     lease = Lease(1, [key_of(1)], [True], [offset], [generation])
     return plane._read(info, lease, 0, offset, generation, lambda *_: during(offset))
 

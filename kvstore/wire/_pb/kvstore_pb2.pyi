@@ -19,7 +19,8 @@ Rules that hold everywhere
                           released, was never given, or the server has restarted
      FAILED_PRECONDITION  the namespace is open with another block size; a commit without
                           the checksum that the server's `verify = "always"` demands
-     RESOURCE_EXHAUSTED   a message over 8 MiB; a watcher that fell behind; too many sessions
+     RESOURCE_EXHAUSTED   a message over 8 MiB, which ends the stream that it came on; a watcher
+                          that fell behind; too many sessions
      UNAVAILABLE          the server is draining; ask again, or go on without it
  - A miss, a full tier, a block that is already there: these are answers, not errors.
 """
