@@ -148,17 +148,6 @@ def test_a_damaged_block_is_corrupt_counted_and_dropped(
     assert redis_bench.get(tier, INFO, keys) == data
 
 
-def test_a_corrupt_block_leaves_the_buffer_as_it_was(
-    redis_bench: RedisBench, client: redis.Redis
-) -> None:
-    tier = redis_bench.make(100_000, 1000)
-    keys = fill(redis_bench, tier, "a", 1)
-    damage_payload(client, where(INFO, keys[0]))
-    into = memoryview(bytearray(b"\xee" * 1000))
-    assert tier.get_summed(INFO, keys, [into]) == [(CORRUPT, 0)]
-    assert bytes(into) == b"\xee" * 1000
-
-
 def test_what_redis_refuses_for_now_is_failed_and_nothing_is_dropped(
     redis_bench: RedisBench, client: redis.Redis
 ) -> None:
