@@ -403,8 +403,9 @@ class Store:
         """Keeps the session for a copy. Raises _Away when it is not the current one any more."""
         if self._connection.attached is not attached:
             raise _Away
-        plane = SharedMemoryPlane if attached.arena is not None else StreamPlane
-        return _Copying(self, plane(attached, self._stub))
+        if attached.arena is not None:
+            return _Copying(self, SharedMemoryPlane(attached, self._stub))
+        return _Copying(self, StreamPlane(attached, self._stub, self._connection.streams))
 
     def _note(self, call: grpc.RpcError, namespace: Namespace) -> None:
         """Reacts to a failed call: forgets what the server forgot, raises what is our fault."""
