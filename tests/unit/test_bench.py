@@ -12,7 +12,16 @@ import pytest
 from scripts.bench import control_plane, data_plane
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"copy", "shm", "shm_verified", "stream", "grpc_bytes", "redis_tier", "redis_py"}
+PATHS = {
+    "copy",
+    "shm",
+    "shm_verified",
+    "stream",
+    "grpc_bytes",
+    "redis_tier",
+    "redis_py",
+    "raw_resp",
+}
 
 
 def run(*command: str) -> dict:

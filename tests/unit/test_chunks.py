@@ -21,7 +21,8 @@ def test_a_packed_chunk_is_the_message_that_protobuf_writes(size: int):
         assert packed == pb.GetResponse(chunk=chunk).SerializeToString()
     assert pb.PutRequest.FromString(packed).chunk == chunk
     view = chunks.unpack(packed)
-    assert view is not None and bytes(view) == chunk
+    assert view is not None
+    assert bytes(view) == chunk
 
 
 @pytest.mark.parametrize(
