@@ -1,8 +1,8 @@
 """The Redis tier: blocks shared by all hosts, in Redis or Valkey, alone, with TLS, or a Cluster.
 
-Each block is one key, a hash of a header and a payload, with a time to live:
+Each block is one key, a string of a header and a payload, with a time to live:
 
-    kvstore:1:b:<name>          the block: fields h (header), p (payload)
+    kvstore:2:b:<name>          the block: 128 bytes with its header, then the payload
 
 A block's name is its namespace's fingerprint and its key: 64 bytes. Beside the blocks there is
 one ledger, the same for all hosts (`redis_ledger.py`). Blocks travel on sockets that are
@@ -52,7 +52,7 @@ BATCH_BYTES_MAX = 16 << 20
 """Payload bytes a pipeline carries: large enough to hide the round trip, small enough that a
 deadline is noticed and that answers wait in memory for little."""
 
-_BLOCK = b"kvstore:1:b:"
+_BLOCK = b"kvstore:2:b:"
 
 
 def connect(url: str) -> Callable[[], Client]:
@@ -301,7 +301,7 @@ class RedisTier(RemoteTier):
             return answers
         pipeline = client.pipeline(transaction=False)
         for index in again:
-            pipeline.hmget(keys[index], "h", "p")
+            pipeline.get(keys[index])
         found = pipeline.execute(raise_on_error=False)
         for index, answer in zip(again, found, strict=True):
             answers[index] = (
@@ -350,7 +350,7 @@ class RedisTier(RemoteTier):
             if name not in present and name not in victims
         }
         refused = self._send(client, written)
-        if refused:  # Redis is out of memory below our cap, or the key is not a hash
+        if refused:  # Redis is out of memory below our cap
             self._delete(client, list(refused))
         outcomes = []
         for name in names:
@@ -369,9 +369,9 @@ class RedisTier(RemoteTier):
             pipeline = client.pipeline(transaction=False)
             for index in again:
                 header, payload = list(blocks.values())[index]
-                pipeline.hset(keys[index], items=["h", header, "p", payload])
-                pipeline.pexpire(keys[index], self._ttl_ms)
-            found = pipeline.execute(raise_on_error=False)[::2]
+                value = b"".join((payloads.frame(header), payload))
+                pipeline.set(keys[index], value, px=self._ttl_ms)
+            found = pipeline.execute(raise_on_error=False)
             for index, answer in zip(again, found, strict=True):
                 answers[index] = answer
         return {
@@ -429,12 +429,14 @@ def _name(namespace: NamespaceInfo, key: BlockKey) -> bytes:
     return namespace.fingerprint + key
 
 
-def _placed(answer: Sequence[bytes | None], buffer: memoryview) -> payloads.Fields:
+def _placed(value: bytes | None, buffer: memoryview) -> payloads.Fields:
     """redis-py's answer, with its payload copied to the buffer if it has its size."""
-    header, payload = answer
-    if payload is not None and len(payload) == buffer.nbytes:
-        buffer[:] = payload
-    return payloads.Fields(header, None if payload is None else len(payload))
+    if value is None:
+        return payloads.Fields(None, None)
+    fields = payloads.fields_of(value, len(value))
+    if fields.payload_bytes == buffer.nbytes:
+        buffer[:] = memoryview(value)[payloads.FRAME_BYTES :]
+    return fields
 
 
 def _batches(count: int, block_bytes: int) -> Iterator[range]:

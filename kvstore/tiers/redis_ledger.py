@@ -3,9 +3,9 @@
 One for all hosts, so that the byte cap is of what Redis holds and not of what one server
 remembers storing:
 
-    kvstore:1:{ledger}:used     sorted set: name → time of last use
-    kvstore:1:{ledger}:meta     hash: name → parent's name, payload bytes
-    kvstore:1:{ledger}:bytes    sum of the payload bytes
+    kvstore:2:{ledger}:used     sorted set: name → time of last use
+    kvstore:2:{ledger}:meta     hash: name → parent's name, payload bytes
+    kvstore:2:{ledger}:bytes    sum of the payload bytes
 
 Whenever a prefix is used, each block's time of use is set a little above that of the block after
 it, up to the root, and never back, so that the least recently used block is always a leaf (D5).
@@ -27,7 +27,7 @@ NAME_BYTES = 2 * KEY_BYTES
 NO_NAME = b"\0" * NAME_BYTES
 """The parent of a prefix's first block."""
 
-_LEDGER = ("kvstore:1:{ledger}:used", "kvstore:1:{ledger}:meta", "kvstore:1:{ledger}:bytes")
+_LEDGER = ("kvstore:2:{ledger}:used", "kvstore:2:{ledger}:meta", "kvstore:2:{ledger}:bytes")
 
 _USE = """
 -- Enters blocks into the ledger or notes their use, then makes room.

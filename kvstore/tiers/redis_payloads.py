@@ -33,8 +33,8 @@ Answer = TypeVar("Answer")
 LINE_BYTES_MAX = 8192
 """An answer's line: a length, a number, or an error's message."""
 
-SMALL_BYTES_MAX = 4096
-"""A block's header is smaller, with room for a damaged one."""
+FRAME_BYTES = 128
+"""What is before the payload: the header's length in one byte, the header, and zeros."""
 
 _BUFFERS_MAX = 512
 """That one `sendmsg` takes; Linux allows 1024."""
@@ -67,7 +67,7 @@ def read(
         redis.TimeoutError: Redis took too long.
         redis.RedisError: what came was not an answer.
     """
-    commands = [_command(b"HMGET", name, b"h", b"p") for name in names]
+    commands = [_command(b"GET", name) for name in names]
 
     def receive(replies: _Replies, index: int) -> Fields | redis.ResponseError:
         return replies.fields(into[index])
@@ -77,22 +77,33 @@ def read(
 
 def write(
     client: Client, names: Sequence[bytes], blocks: Sequence[tuple[bytes, memoryview]], ttl_ms: int
-) -> list[int | redis.ResponseError | Elsewhere]:
+) -> list[bool | redis.ResponseError | Elsewhere]:
     """Writes blocks, each a header and a payload, with a time to live.
 
     Raises: as `read`.
     """
-    commands = []
-    for name, (header, payload) in zip(names, blocks, strict=True):
-        expire = _command(b"PEXPIRE", name, b"%d" % ttl_ms)
-        commands.append([*_command(b"HSET", name, b"h", header, b"p", payload), *expire])
+    ttl = b"%d" % ttl_ms
+    commands = [
+        _command(b"SET", name, (frame(header), payload), b"PX", ttl)
+        for name, (header, payload) in zip(names, blocks, strict=True)
+    ]
 
-    def receive(replies: _Replies, index: int) -> int | redis.ResponseError:
-        written = replies.number()
-        replies.number()
-        return written
+    def receive(replies: _Replies, index: int) -> bool | redis.ResponseError:
+        return replies.done()
 
     return _exchange(client, names, commands, receive)
+
+
+def frame(header: bytes) -> bytes:
+    """What is written before the payload, of a fixed size: so the payload's place is known."""
+    assert len(header) < FRAME_BYTES
+    return bytes([len(header)]) + header.ljust(FRAME_BYTES - 1, b"\0")
+
+
+def fields_of(value: bytes | memoryview, size: int) -> Fields:
+    """The fields of a value of this size, of which at least the frame is given."""
+    header = bytes(value[1 : 1 + value[0]]) if size >= FRAME_BYTES else None
+    return Fields(header, max(size - FRAME_BYTES, 0))
 
 
 def _exchange(
@@ -151,18 +162,21 @@ def _borrowed(client: Client, node: Any) -> Iterator[socket.socket]:
         pool.release(connection)
 
 
-def _command(*parts: bytes | memoryview) -> list[bytes | memoryview]:
-    """A command in RESP, as pieces to be sent one after the other; payloads are not copied."""
+def _command(*parts: bytes | tuple[bytes, memoryview]) -> list[bytes | memoryview]:
+    """A command in RESP, as pieces to be sent one after the other; payloads are not copied.
+
+    A part is bytes, or a frame with its payload.
+    """
     pieces: list[bytes | memoryview] = []
     text = b"*%d\r\n" % len(parts)
     for part in parts:
-        text += b"$%d\r\n" % len(part)
         if isinstance(part, bytes):
-            text += part
+            text += b"$%d\r\n%b\r\n" % (len(part), part)
         else:
-            pieces += [text, part]
-            text = b""
-        text += b"\r\n"
+            first, payload = part
+            text += b"$%d\r\n%b" % (len(first) + len(payload), first)
+            pieces += [text, payload]
+            text = b"\r\n"
     return [*pieces, text]
 
 
@@ -194,44 +208,34 @@ class _Replies:
         self._end = 0
 
     def fields(self, into: memoryview) -> Fields | redis.ResponseError:
-        """An array of a header and a payload; the payload in `into` if it has its size."""
+        """A header and a payload; the payload in `into` if it has its size."""
         kind, text = self._line()
         if kind == b"-":
             return redis.ResponseError(text.decode(errors="replace"))
-        if kind != b"*" or text != b"2":
-            raise InvalidResponse(f"expected two fields, got {(kind + text)[:40]!r}")
-        header_bytes = self._bulk_bytes()
-        header = None
-        if header_bytes is not None:
-            space = memoryview(bytearray(min(header_bytes, SMALL_BYTES_MAX)))
-            self._bulk(header_bytes, space)
-            header = bytes(space)
-        payload_bytes = self._bulk_bytes()
-        if payload_bytes is not None:
-            self._bulk(payload_bytes, into if payload_bytes == into.nbytes else into[:0])
-        return Fields(header, payload_bytes)
+        if kind == b"$" and text == b"-1":
+            return Fields(None, None)
+        if kind != b"$" or not text.isdigit():
+            raise InvalidResponse(f"expected a string, got {(kind + text)[:40]!r}")
+        size = int(text)
+        start = memoryview(bytearray(min(size, FRAME_BYTES)))
+        self._exactly(start)
+        left = size - len(start)
+        self._bulk(left, into if left == into.nbytes else into[:0])
+        return fields_of(start, size)
 
-    def number(self) -> int | redis.ResponseError:
-        """An integer."""
+    def done(self) -> bool | redis.ResponseError:
+        """Redis's OK."""
         kind, text = self._line()
         if kind == b"-":
             return redis.ResponseError(text.decode(errors="replace"))
-        if kind != b":" or not text.isdigit():
-            raise InvalidResponse(f"expected a number, got {(kind + text)[:40]!r}")
-        return int(text)
+        if (kind, text) != (b"+", b"OK"):
+            raise InvalidResponse(f"expected OK, got {(kind + text)[:40]!r}")
+        return True
 
     def check_end(self) -> None:
         """Raises unless all that came was read: more than was asked for is nobody's answer."""
         if self._start != self._end:
             raise InvalidResponse("more came than was asked for")
-
-    def _bulk_bytes(self) -> int | None:
-        kind, text = self._line()
-        if kind == b"$" and text == b"-1":
-            return None
-        if kind != b"$" or not text.isdigit():
-            raise InvalidResponse(f"expected a string, got {(kind + text)[:40]!r}")
-        return int(text)
 
     def _bulk(self, size: int, into: memoryview) -> None:
         """Reads a string and its end: what fits into `into`, the rest to nowhere."""

@@ -18,6 +18,7 @@ from tests.contract.harness import TTL_S, RedisBench, chain, data_of, info_of
 
 SMALL, LARGE = info_of("small", 1000), info_of("large", 100_000)
 INFOS = pytest.mark.parametrize("info", [SMALL, LARGE])
+FRAME_BYTES = 128
 QUIET_S = 0.05
 """After so long without a byte, the proxy takes Valkey's answer to be whole."""
 
@@ -26,7 +27,7 @@ Fault = Callable[[bytes, socket.socket], None]
 
 
 class Proxy:
-    """Stands before a Valkey, and does to answers of HMGET what `fault` says, when it is set."""
+    """Stands before a Valkey, and does to answers of GET what `fault` says, when it is set."""
 
     def __init__(self, server: str):
         self.fault: Fault | None = None
@@ -64,7 +65,7 @@ class Proxy:
                     return
                 server.sendall(asked)
                 answer = self._answer(server)
-                if self.fault is not None and b"HMGET" in asked:
+                if self.fault is not None and b"$3\r\nGET\r\n" in asked:
                     self.fault(answer, peer)
                 else:
                     peer.sendall(answer)
@@ -128,7 +129,7 @@ def late(answer: bytes, peer: socket.socket) -> None:
 
 
 def other_order(answer: bytes, peer: socket.socket) -> None:
-    second = answer.index(b"*2\r\n", len(answer) // 3)
+    second = answer.index(b"\r\n$", len(answer) // 3) + 2
     peer.sendall(answer[second:] + answer[:second])
 
 
@@ -138,26 +139,26 @@ def twice(answer: bytes, peer: socket.socket) -> None:
 
 def too_short(answer: bytes, peer: socket.socket) -> None:
     for info in (SMALL, LARGE):
-        size = info.block_bytes
+        size = FRAME_BYTES + info.block_bytes
         answer = answer.replace(b"$%d\r\n" % size, b"$%d\r\n" % (size - 10))
     peer.sendall(answer)
 
 
 def too_long(answer: bytes, peer: socket.socket) -> None:
     for info in (SMALL, LARGE):
-        size = info.block_bytes
+        size = FRAME_BYTES + info.block_bytes
         answer = answer.replace(b"$%d\r\n" % size, b"$%d\r\n" % (size + 10), 1)
     peer.sendall(answer)
 
 
 def no_length(answer: bytes, peer: socket.socket) -> None:
     for info in (SMALL, LARGE):
-        answer = answer.replace(b"$%d\r\n" % info.block_bytes, b"$-7\r\n")
+        answer = answer.replace(b"$%d\r\n" % (FRAME_BYTES + info.block_bytes), b"$-7\r\n")
     peer.sendall(answer)
 
 
 def one_missing(answer: bytes, peer: socket.socket) -> None:
-    peer.sendall(answer[answer.index(b"*2\r\n", len(answer) // 3) :])
+    peer.sendall(answer[answer.index(b"\r\n$", len(answer) // 3) + 2 :])
 
 
 FAULTS = [half, stalled, late, other_order, twice, too_short, too_long, no_length, one_missing]
@@ -186,10 +187,10 @@ def test_a_write_that_redis_took_half_of_is_never_read_as_a_block(
 ) -> None:
     keys = fill(tier, info, "a")
     with redis.Redis(unix_socket_path=str(valkey_server.unix_socket_path)) as behind:
-        name = b"kvstore:1:b:" + info.fingerprint + keys[0]
-        payload = behind.hget(name, "p")
-        assert isinstance(payload, bytes)
-        behind.hset(name, "p", payload[: info.block_bytes // 2])
+        name = b"kvstore:2:b:" + info.fingerprint + keys[0]
+        value = behind.get(name)
+        assert isinstance(value, bytes)
+        behind.set(name, value[: info.block_bytes // 2])
     assert right_bytes(tier, info, keys) == [Outcome.CORRUPT, Outcome.OK]
 
 
