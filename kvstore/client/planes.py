@@ -247,11 +247,11 @@ class StreamPlane(DataPlane):
                 pending.discard(result.index)
                 if result.miss_reason:
                     reason: MissReason | None = convert.MISS_FROM_WIRE[result.miss_reason]
-                elif self._receive(responses, buffer) and (
-                    codec.checksum(buffer.data) == result.checksum
+                elif (block := self._receive(responses, buffer)) is not None and (
+                    codec.checksum(block) == result.checksum
                 ):
                     reason = None
-                    sink(result.index, buffer.data)
+                    sink(result.index, block)
                 else:
                     reason = MissReason.CORRUPT
                 results[result.index - first] = reason
@@ -260,17 +260,22 @@ class StreamPlane(DataPlane):
                 results[index - first] = _miss_reason(error)
         return results
 
-    def _receive(self, responses: Iterator[chunks.Received], buffer: np.ndarray) -> bool:
+    def _receive(
+        self, responses: Iterator[chunks.Received], buffer: np.ndarray
+    ) -> memoryview | None:
+        """A block's bytes: a chunk itself that is all of them, else gathered in the buffer."""
         filled = 0
         while filled < buffer.nbytes:
             chunk = next(responses, None)
             if not isinstance(chunk, memoryview) or not chunk:
-                return False
+                return None
+            if len(chunk) == buffer.nbytes and not filled:
+                return chunk
             if filled + len(chunk) > buffer.nbytes:
-                return False
+                return None
             buffer[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
             filled += len(chunk)
-        return True
+        return buffer.data
 
     def store(
         self, info: NamespaceInfo, keys: Sequence[BlockKey], parent: BlockKey | None,
