@@ -28,6 +28,7 @@ The paths of `data_plane` (see its --help), in the same rounds with those of pee
                   python3 -m venv mc && mc/bin/pip install mooncake-transfer-engine-non-cuda
                 (it needs Debian's libibverbs1), and name its Python with --mooncake.
 
+Mooncake's shared-memory mode and LMCache are not measured.
 A peer that is not named is listed as absent, and not measured. All copy between the same two
 buffers, and what was loaded is compared. Numbers are medians over rounds.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import control_plane, data_plane
+from scripts.bench import control_plane, data_plane, peers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {
@@ -59,6 +59,12 @@ def test_the_data_plane_benchmark_measures_every_path_at_every_size():
     assert positive(*(call[key] for call in document["calls"] for key in ("ms", "copy_ms")))
 
 
+def test_the_benchmark_of_peers_names_those_that_are_absent():
+    document = run("-m", "scripts.bench.peers")
+    assert {row["path"] for row in document["rows"]} == PATHS
+    assert document["absent"] == ["mooncake_tcp"]
+
+
 def test_the_control_plane_benchmark_measures_lookups_and_hashing_run_as_a_file():
     document = run("scripts/bench/control_plane.py")
     assert positive(
@@ -70,7 +76,7 @@ def test_the_control_plane_benchmark_measures_lookups_and_hashing_run_as_a_file(
     assert set(document["hash_128k_ms"]) == {"16", "64", "256"}
 
 
-@pytest.mark.parametrize("main", [data_plane.main, control_plane.main])
+@pytest.mark.parametrize("main", [data_plane.main, control_plane.main, peers.main])
 def test_help_explains_the_numbers(main: Callable, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
