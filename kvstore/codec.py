@@ -1,6 +1,6 @@
 """The header of a block that leaves the host: what it is, and a checksum of it.
 
-A block in Redis is a hash with two fields, header and payload, so that neither side joins or
+A block in Redis is a header of a fixed place and then the payload, so that neither side joins or
 splits large values. A header that this version can't read, or that speaks of other bytes than
 it came with, makes the block corrupt, never a guess. Knows nothing of Redis.
 """

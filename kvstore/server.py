@@ -24,14 +24,15 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from kvstore import metrics
+from kvstore.allocator import keep_large_buffers
 from kvstore.arena import Arena
 from kvstore.embedded import EmbeddedValkey
 from kvstore.errors import ConfigError
 from kvstore.report.board import Board
 from kvstore.service import Service
 from kvstore.store import Store
+from kvstore.wire import chunks
 from kvstore.wire._pb import kvstore_pb2 as pb
-from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHANNEL_OPTIONS
 
 log = logging.getLogger("kvstore.server")
@@ -76,13 +77,14 @@ class Server:
         Raises:
             ConfigError: an address is taken or not this host's.
         """
+        keep_large_buffers()
         server = grpc.aio.server(
             options=[
                 *CHANNEL_OPTIONS,
                 ("grpc.so_reuseport", 0),  # a second server on the same port must fail
             ]
         )
-        pb_grpc.add_KVStoreServicer_to_server(self._service, server)
+        chunks.add_to_server(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -25,7 +25,7 @@ from kvstore.store import FIND_TIMEOUT_S, STORE_LEASE_S, Store
 from kvstore.tiers.cpu import Answer
 from kvstore.types import MissReason, NamespaceInfo
 from kvstore.watch import EventKind
-from kvstore.wire import convert
+from kvstore.wire import chunks, convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHUNK_BYTES, COSTS_CHARS_MAX, NAME_CHARS_MAX
@@ -187,7 +187,8 @@ class Service(pb_grpc.KVStoreServicer):
                 yield pb.FetchResponse(index=index, slot=slot)
 
     @stream
-    async def Get(self, request: pb.GetRequest) -> AsyncIterator[pb.GetResponse]:
+    async def Get(self, request: pb.GetRequest) -> AsyncIterator[Any]:
+        """Messages, and packed chunks as they are (`wire/chunks.py`)."""
         arrivals = self._store.fetch(
             SessionId(request.session), LeaseId(request.lease), request.first, request.count
         )
@@ -208,7 +209,7 @@ class Service(pb_grpc.KVStoreServicer):
             finally:
                 arrived.pins -= 1
 
-    async def _send_block(self, index: int, block: Block) -> AsyncIterator[pb.GetResponse]:
+    async def _send_block(self, index: int, block: Block) -> AsyncIterator[pb.GetResponse | bytes]:
         """A pinned block's checksum and bytes."""
         view = self._store.cpu.view(block)
         checksum = block.checksum
@@ -216,12 +217,12 @@ class Service(pb_grpc.KVStoreServicer):
             checksum = await asyncio.to_thread(codec.checksum, view)
         yield pb.GetResponse(result=pb.GetResult(index=index, checksum=checksum))
         for start in range(0, len(view), CHUNK_BYTES):
-            yield pb.GetResponse(chunk=bytes(view[start : start + CHUNK_BYTES]))
+            yield chunks.pack(view[start : start + CHUNK_BYTES])
 
     # -- writing
 
     async def Put(
-        self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
+        self, request_iterator: AsyncIterator[chunks.Received], context: Context
     ) -> pb.PutResponse:
         self.calls["Put"] += 1
         try:
@@ -230,9 +231,9 @@ class Service(pb_grpc.KVStoreServicer):
             await context.abort(code_of(error), str(error), metadata_of(error))
             raise AssertionError("abort raises") from error
 
-    async def _put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
+    async def _put(self, requests: AsyncIterator[chunks.Received]) -> pb.PutResponse:
         first = await anext(requests, None)
-        if first is None or first.WhichOneof("message") != "header":
+        if not isinstance(first, pb.PutRequest) or first.WhichOneof("message") != "header":
             raise errors.InvalidRequest("Put: the first message must be a header")
         header = first.header
         session = SessionId(header.session)
@@ -265,24 +266,25 @@ class Service(pb_grpc.KVStoreServicer):
         return pb.PutResponse(answers=[ANSWERS[answer] for answer in answers], corrupt=len(failed))
 
     async def _receive_block(
-        self, requests: AsyncIterator[pb.PutRequest], block: Block | None, block_bytes: int
+        self, requests: AsyncIterator[chunks.Received], block: Block | None, block_bytes: int
     ) -> int:
         """Writes one block's chunks to its slot, if it has one; returns the checksum sent."""
         view = self._store.cpu.view(block) if block is not None else None
         filled = 0
         async for request in requests:
-            kind = request.WhichOneof("message")
+            chunk = request if isinstance(request, memoryview) else None
+            kind = "chunk" if chunk is not None else request.WhichOneof("message")
             if kind == "checksum" and filled == block_bytes:
-                return request.checksum
-            if kind != "chunk" or filled + len(request.chunk) > block_bytes:
+                return int(request.checksum)
+            if chunk is None or filled + len(chunk) > block_bytes:
                 raise errors.InvalidRequest(
                     f"Put: a {kind} after {filled} of a block's {block_bytes} bytes"
                 )
-            end = filled + len(request.chunk)
+            end = filled + len(chunk)
             if block is not None and view is not None:
                 if not block.namespace.is_storing(block):
                     raise errors.UnknownLease("Put: took longer than its lease; nothing is stored")
-                view[filled:end] = request.chunk
+                view[filled:end] = chunk
             filled = end
         raise errors.InvalidRequest(f"Put: ended after {filled} of a block's {block_bytes} bytes")
 

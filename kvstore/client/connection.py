@@ -26,6 +26,7 @@ import grpc
 from kvstore import slots
 from kvstore.client.calls import Calls
 from kvstore.errors import KVStoreError
+from kvstore.wire import chunks
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHANNEL_OPTIONS
@@ -94,6 +95,7 @@ class Connection:
         self._flush = flush
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self.stub = pb_grpc.KVStoreStub(self._channel)
+        self.streams = chunks.Streams(self._channel)
         self._first_try = threading.Event()
         self._closed = threading.Event()
         self._wake = threading.Event()

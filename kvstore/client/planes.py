@@ -20,11 +20,12 @@ import grpc
 import numpy as np
 
 from kvstore import codec, slots
+from kvstore.allocator import keep_large_buffers
 from kvstore.client.connection import CALL_TIMEOUT_S, Attached
 from kvstore.client.copiers import Copiers
 from kvstore.errors import KVStoreError
 from kvstore.types import BlockKey, MissReason, NamespaceInfo, SkipReason
-from kvstore.wire import convert
+from kvstore.wire import chunks, convert
 from kvstore.wire._pb import kvstore_pb2 as pb
 from kvstore.wire._pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wire.limits import CHUNK_BYTES
@@ -228,9 +229,11 @@ class SharedMemoryPlane(DataPlane):
 class StreamPlane(DataPlane):
     """Sends blocks as chunks over gRPC, with a checksum each."""
 
-    def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub):
+    def __init__(self, attached: Attached, stub: pb_grpc.KVStoreStub, streams: chunks.Streams):
+        keep_large_buffers()
         self._attached = attached
         self._stub = stub
+        self._streams = streams
 
     def load(
         self, info: NamespaceInfo, lease: Lease, first: int, count: int, sink: Sink,
@@ -243,17 +246,21 @@ class StreamPlane(DataPlane):
         )
         buffer = np.empty(info.block_bytes, np.uint8)
         try:
-            responses = iter(self._stub.Get(request, timeout=timeout_s))
+            responses = iter(self._streams.get(request, timeout=timeout_s))
             for response in responses:
+                if isinstance(response, memoryview):  # a chunk of no block
+                    for index in pending:
+                        results[index - first] = MissReason.CORRUPT
+                    break
                 result = response.result
                 pending.discard(result.index)
                 if result.miss_reason:
                     reason: MissReason | None = convert.MISS_FROM_WIRE[result.miss_reason]
-                elif self._receive(responses, buffer) and (
-                    codec.checksum(buffer.data) == result.checksum
+                elif (block := self._receive(responses, buffer)) is not None and (
+                    codec.checksum(block) == result.checksum
                 ):
                     reason = None
-                    sink(result.index, buffer.data)
+                    sink(result.index, block)
                 else:
                     reason = MissReason.CORRUPT
                 results[result.index - first] = reason
@@ -262,16 +269,22 @@ class StreamPlane(DataPlane):
                 results[index - first] = _miss_reason(error)
         return results
 
-    def _receive(self, responses: Iterator[pb.GetResponse], buffer: np.ndarray) -> bool:
+    def _receive(
+        self, responses: Iterator[chunks.Received], buffer: np.ndarray
+    ) -> memoryview | None:
+        """A block's bytes: a chunk itself that is all of them, else gathered in the buffer."""
         filled = 0
         while filled < buffer.nbytes:
-            response = next(responses, None)
-            chunk = response.chunk if response is not None else b""
-            if not chunk or filled + len(chunk) > buffer.nbytes:
-                return False
+            chunk = next(responses, None)
+            if not isinstance(chunk, memoryview) or not chunk:
+                return None
+            if len(chunk) == buffer.nbytes and not filled:
+                return chunk
+            if filled + len(chunk) > buffer.nbytes:
+                return None
             buffer[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
             filled += len(chunk)
-        return True
+        return buffer.data
 
     def store(
         self, info: NamespaceInfo, keys: Sequence[BlockKey], parent: BlockKey | None,
@@ -297,7 +310,7 @@ class StreamPlane(DataPlane):
         )
         sending = _Sending(header, range(resident, len(keys)), info, source)
         try:
-            answer = self._stub.Put(sending.messages(), timeout=timeout_s)
+            answer = self._streams.put(sending.messages(), timeout=timeout_s)
         finally:
             sending.end()
         stored = _count_answers(answer.answers)
@@ -319,15 +332,16 @@ class _Sending:
         self._ended = False
         self._raised: BaseException | None = None
 
-    def messages(self) -> Iterator[pb.PutRequest]:
+    def messages(self) -> Iterator[pb.PutRequest | bytes]:
         """The header and the blocks; ends early if the source raises, so nothing is stored."""
         yield pb.PutRequest(header=self._header)
+        # One buffer for all blocks: each chunk is copied when it is packed.
+        buffer = np.empty(self._block_bytes, np.uint8).data
         for position in self._positions:
-            buffer = memoryview(bytearray(self._block_bytes))
             if not self._fill(position, buffer):
                 return
             for start in range(0, self._block_bytes, CHUNK_BYTES):
-                yield pb.PutRequest(chunk=bytes(buffer[start : start + CHUNK_BYTES]))
+                yield chunks.pack(buffer[start : start + CHUNK_BYTES])
             yield pb.PutRequest(checksum=codec.checksum(buffer))
 
     def end(self) -> None:

@@ -471,7 +471,7 @@ class Store:
         if attached.arena is not None:
             plane = SharedMemoryPlane(attached, self._stub, self._copiers)
         else:
-            plane = StreamPlane(attached, self._stub)
+            plane = StreamPlane(attached, self._stub, self._connection.streams)
         return _Copying(self, plane)
 
     def _note(self, call: grpc.RpcError | KVStoreError, namespace: Namespace) -> None:

@@ -1,22 +1,17 @@
 """The Redis tier: blocks shared by all hosts, in Redis or Valkey, alone, with TLS, or a Cluster.
 
-Each block is one key, a hash of a header and a payload, with a time to live. Beside the blocks
-there is one ledger, the same for all hosts, so that the byte cap is of what Redis holds and not
-of what one server remembers storing:
+Each block is one key, a string of a header and a payload, with a time to live:
 
-    kvstore:1:b:<name>          the block: fields h (header), p (payload)
-    kvstore:1:{ledger}:used     sorted set: name → time of last use
-    kvstore:1:{ledger}:meta     hash: name → parent's name, payload bytes
-    kvstore:1:{ledger}:bytes    sum of the payload bytes
+    kvstore:2:b:<name>          the block: 128 bytes with its header, then the payload
 
-A block's name is its namespace's fingerprint and its key: 64 bytes.
+A block's name is its namespace's fingerprint and its key: 64 bytes. Beside the blocks there is
+one ledger, the same for all hosts (`redis_ledger.py`). Blocks travel on sockets that are
+borrowed from redis-py (`redis_payloads.py`), everything else through redis-py.
 
 A block enters the ledger before it is written, so what a crash leaves between the two is counted
 but absent. It leaves the ledger before it is deleted; if another host evicts it before its writer
 has written it, or crashes between the two, it is present but uncounted. Its time to live heals
-both. Whenever a prefix is used, each block's time of use is set a little above that of the
-block after it, up to the root, and never back, so that the least recently used block is always a
-leaf (D5); and so is the one that expires first.
+both.
 
 Thread-safe. A breaker stops asking a Redis that fails, and asks again by itself.
 """
@@ -24,11 +19,10 @@ Thread-safe. A breaker stops asking a Redis that fails, and asks again by itself
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException
@@ -38,7 +32,10 @@ from kvstore import codec
 from kvstore.breaker import Breaker
 from kvstore.clock import Clock
 from kvstore.errors import ConfigError
+from kvstore.tiers import redis_ledger as ledger
+from kvstore.tiers import redis_payloads as payloads
 from kvstore.tiers.base import RemoteTier, check_batch
+from kvstore.tiers.redis_payloads import Client
 from kvstore.types import (
     KEY_BYTES,
     BlockKey,
@@ -55,86 +52,7 @@ BATCH_BYTES_MAX = 16 << 20
 """Payload bytes a pipeline carries: large enough to hide the round trip, small enough that a
 deadline is noticed and that answers wait in memory for little."""
 
-_BLOCK = b"kvstore:1:b:"
-_LEDGER = ("kvstore:1:{ledger}:used", "kvstore:1:{ledger}:meta", "kvstore:1:{ledger}:bytes")
-
-_USE = """
--- Enters blocks into the ledger or notes their use, then makes room.
--- ARGV: cap in bytes, time to live in seconds, then for each block of a prefix, parent before
--- child, its name and its meta ('' to note a use of what the ledger knows).
--- Returns the bytes and the blocks in the ledger, the names of blocks that must be deleted, and
--- those of the blocks before the first one, which were used too.
-local used, meta, bytes = KEYS[1], KEYS[2], KEYS[3]
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
-local cap, ttl = tonumber(ARGV[1]), tonumber(ARGV[2])
-local step = 0.000001
-local score = now
-local total = tonumber(redis.call('GET', bytes) or '0')
-for i = #ARGV - 1, 3, -2 do
-  local key, info = ARGV[i], ARGV[i + 1]
-  if info ~= '' and redis.call('HSETNX', meta, key, info) == 1 then
-    total = total + tonumber(string.sub(info, 65))
-  end
-  if redis.call('HEXISTS', meta, key) == 1 then
-    -- Never back: it may be followed by others than these, and the clock may have been set back.
-    score = math.max(score, tonumber(redis.call('ZSCORE', used, key) or '0'))
-    redis.call('ZADD', used, score, key)
-    score = score + step
-  end
-end
-local before = {}
-local info = redis.call('HGET', meta, ARGV[3])
-for _ = 1, 65536 do
-  if not info then break end
-  local parent = string.sub(info, 1, 64)
-  local known = redis.call('ZSCORE', used, parent)
-  if not known or tonumber(known) >= score then break end
-  redis.call('ZADD', used, score, parent)
-  score = score + step
-  before[#before + 1] = parent
-  info = redis.call('HGET', meta, parent)
-end
-local function forget(key)
-  local info = redis.call('HGET', meta, key)
-  if info then total = total - tonumber(string.sub(info, 65)) end
-  redis.call('HDEL', meta, key)
-end
-for _, key in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', now - ttl, 'LIMIT', 0, 1000)) do
-  redis.call('ZREM', used, key)
-  forget(key)
-end
-local victims = {}
-while total > cap and #victims < #ARGV + 4096 do
-  local popped = redis.call('ZPOPMIN', used)
-  if #popped == 0 then break end
-  forget(popped[1])
-  victims[#victims + 1] = popped[1]
-end
-redis.call('SET', bytes, string.format('%.0f', math.max(total, 0)))
-return {string.format('%.0f', total), redis.call('ZCARD', used), victims, before}
-"""
-
-_FORGET = """
--- Takes blocks out of the ledger. ARGV: their names. Returns bytes and blocks left.
-local used, meta, bytes = KEYS[1], KEYS[2], KEYS[3]
-local total = tonumber(redis.call('GET', bytes) or '0')
-for _, key in ipairs(ARGV) do
-  local info = redis.call('HGET', meta, key)
-  if info then
-    total = total - tonumber(string.sub(info, 65))
-    redis.call('HDEL', meta, key)
-  end
-  redis.call('ZREM', used, key)
-end
-redis.call('SET', bytes, string.format('%.0f', math.max(total, 0)))
-return {string.format('%.0f', total), redis.call('ZCARD', used)}
-"""
-
-_NAME_BYTES = 2 * KEY_BYTES
-_NO_NAME = b"\0" * _NAME_BYTES
-
-Client = redis.Redis | redis.RedisCluster
+_BLOCK = b"kvstore:2:b:"
 
 
 def connect(url: str) -> Callable[[], Client]:
@@ -151,6 +69,8 @@ def connect(url: str) -> Callable[[], Client]:
         "socket_timeout": ANSWER_TIMEOUT_S,
         # One retry, for a pooled connection that the other side closed meanwhile.
         "retry": Retry(NoBackoff(), 1),
+        # With RESP2 nothing comes that was not asked for.
+        "protocol": 2,
     }
     scheme = url.partition("://")[0]
     if scheme in ("redis+cluster", "rediss+cluster"):
@@ -194,8 +114,7 @@ class RedisTier(RemoteTier):
         self._counters = dict.fromkeys(
             ("stored", "loaded", "evicted", "corrupt", "failed", "timed_out", "refused"), 0
         )
-        self._used_bytes = 0
-        self._blocks = 0
+        self._totals = ledger.Totals(0, 0)
 
     # -- the contract
 
@@ -236,25 +155,24 @@ class RedisTier(RemoteTier):
                 results.extend([(Outcome.TIMED_OUT, 0)] * len(batch))
                 continue
             chosen = keys[batch.start : batch.stop]
-            answers = self._guarded(
-                partial(self._read, names=[_name(namespace, key) for key in chosen])
-            )
+            buffers = into[batch.start : batch.stop]
+            names = [_name(namespace, key) for key in chosen]
+            answers = self._guarded(partial(self._read, names=names, into=buffers))
             if isinstance(answers, Outcome):
                 results.extend([(answers, 0)] * len(batch))
                 continue
-            buffers = into[batch.start : batch.stop]
             for key, buffer, answer in zip(chosen, buffers, answers, strict=True):
                 results.append(self._accept(namespace, key, answer, buffer))
         outcomes = [outcome for outcome, _ in results]
         self._count(outcomes, ok="loaded")
-        names: dict[Outcome, list[bytes]] = {outcome: [] for outcome in Outcome}
+        named: dict[Outcome, list[bytes]] = {outcome: [] for outcome in Outcome}
         for key, outcome in zip(keys, outcomes, strict=True):
-            names[outcome].append(_name(namespace, key))
-        if names[Outcome.OK]:
-            entries = [(name, b"") for name in names[Outcome.OK]]
+            named[outcome].append(_name(namespace, key))
+        if named[Outcome.OK]:
+            entries = [(name, b"") for name in named[Outcome.OK]]
             self._guarded(partial(self._use, entries=entries))
-        if names[Outcome.CORRUPT]:
-            self._guarded(partial(self._delete, names=names[Outcome.CORRUPT]))
+        if named[Outcome.CORRUPT]:
+            self._guarded(partial(self._delete, names=named[Outcome.CORRUPT]))
         return results
 
     def put(
@@ -304,8 +222,7 @@ class RedisTier(RemoteTier):
             chosen = set(names)
             parents: dict[bytes, bytes] = {}
             needed = set()
-            for name, meta in client.hscan_iter(_LEDGER[1], count=1000):
-                parent = meta[:_NAME_BYTES]
+            for name, parent in ledger.parents(client):
                 if name in chosen:
                     parents[name] = parent
                 else:
@@ -321,10 +238,9 @@ class RedisTier(RemoteTier):
 
     def clear(self, namespace: NamespaceInfo | None = None) -> int:
         def drop(client: Client) -> int:
-            scan = client.hscan_iter(_LEDGER[1], count=1000)
             doomed = [
                 name
-                for name, _ in scan
+                for name, _ in ledger.parents(client)
                 if namespace is None or name.startswith(namespace.fingerprint)
             ]
             return sum(
@@ -342,18 +258,13 @@ class RedisTier(RemoteTier):
                 TierName.REDIS,
                 TierState.DOWN if self.breaker.open else TierState.UP,
                 self.capacity_bytes,
-                self._used_bytes,
-                self._blocks,
+                *self._totals,
                 counters,
             )
 
     def refresh(self) -> None:
         def ask(client: Client) -> None:
-            pipeline = client.pipeline(transaction=False)
-            pipeline.get(_LEDGER[2])
-            pipeline.zcard(_LEDGER[0])
-            used, blocks = pipeline.execute()
-            self._note_ledger(int(used or 0), int(blocks))
+            self._note_ledger(ledger.totals(client))
 
         self._guarded(ask)
 
@@ -380,30 +291,38 @@ class RedisTier(RemoteTier):
         self.breaker.succeeded()
         return result
 
-    def _read(self, client: Client, names: Sequence[bytes]) -> list[Any]:
+    def _read(
+        self, client: Client, names: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[Any]:
+        keys = [_BLOCK + name for name in names]
+        answers: list[Any] = list(payloads.read(client, keys, into))
+        again = [index for index, answer in enumerate(answers) if answer is payloads.ELSEWHERE]
+        if not again:
+            return answers
         pipeline = client.pipeline(transaction=False)
-        for name in names:
-            pipeline.hmget(_BLOCK + name, "h", "p")
-        return list(pipeline.execute(raise_on_error=False))
+        for index in again:
+            pipeline.get(keys[index])
+        found = pipeline.execute(raise_on_error=False)
+        for index, answer in zip(again, found, strict=True):
+            answers[index] = (
+                answer if isinstance(answer, Exception) else _placed(answer, into[index])
+            )
+        return answers
 
     def _accept(
         self, namespace: NamespaceInfo, key: BlockKey, answer: Any, buffer: memoryview
     ) -> tuple[Outcome, int]:
-        """Checks one answer of Redis, and only then copies it into the buffer."""
+        """Checks what Redis answered, and the payload that is in the buffer."""
         if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):
             return Outcome.CORRUPT, 0  # the key holds something that is not a block of ours
         if isinstance(answer, Exception):
             return Outcome.FAILED, 0
-        header, payload = answer
-        if header is None and payload is None:
+        if answer.header is None and answer.payload_bytes is None:
             return Outcome.ABSENT, 0
-        if header is None or payload is None:
+        if answer.header is None or answer.payload_bytes != namespace.block_bytes:
             return Outcome.CORRUPT, 0
-        digest = codec.verify(header, namespace, key, payload)
-        if digest is None:
-            return Outcome.CORRUPT, 0
-        np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(payload, np.uint8))
-        return Outcome.OK, digest
+        digest = codec.verify(answer.header, namespace, key, buffer)
+        return (Outcome.OK, digest) if digest is not None else (Outcome.CORRUPT, 0)
 
     def _write(
         self,
@@ -413,10 +332,10 @@ class RedisTier(RemoteTier):
         blocks: Sequence[tuple[BlockKey, memoryview, int]],
     ) -> list[Outcome]:
         entries = []
-        before = _name(namespace, parent) if parent is not None else _NO_NAME
+        before = _name(namespace, parent) if parent is not None else ledger.NO_NAME
         for key, payload, _ in blocks:
             name = _name(namespace, key)
-            entries.append((name, before + b"%d" % payload.nbytes))
+            entries.append((name, ledger.meta(before, payload.nbytes)))
             before = name
         names = [name for name, _ in entries]
         pipeline = client.pipeline(transaction=False)
@@ -425,21 +344,13 @@ class RedisTier(RemoteTier):
         present = {name for name, found in zip(names, pipeline.execute(), strict=True) if found}
         # A batch larger than the whole cap pushes out its own last blocks.
         victims = set(self._use(client, entries))
-        pipeline = client.pipeline(transaction=False)
-        written = [name for name in names if name not in present and name not in victims]
-        for name, (key, payload, digest) in zip(names, blocks, strict=True):
-            if name in present or name in victims:
-                continue
-            header = codec.encode_header(namespace, key, digest)
-            pipeline.hset(_BLOCK + name, items=["h", header, "p", payload])
-            pipeline.pexpire(_BLOCK + name, self._ttl_ms)
-        answers = pipeline.execute(raise_on_error=False)[::2]
-        refused = {
-            name
-            for name, answer in zip(written, answers, strict=True)
-            if isinstance(answer, Exception)
+        written = {
+            name: (codec.encode_header(namespace, key, digest), payload)
+            for name, (key, payload, digest) in zip(names, blocks, strict=True)
+            if name not in present and name not in victims
         }
-        if refused:  # Redis is out of memory below our cap, or the key is not a hash
+        refused = self._send(client, written)
+        if refused:  # Redis is out of memory below our cap
             self._delete(client, list(refused))
         outcomes = []
         for name in names:
@@ -449,37 +360,52 @@ class RedisTier(RemoteTier):
                 outcomes.append(Outcome.PRESENT if name in present else Outcome.OK)
         return outcomes
 
+    def _send(self, client: Client, blocks: Mapping[bytes, tuple[bytes, memoryview]]) -> set[bytes]:
+        """Writes blocks, by name, each a header and a payload; the names that Redis refused."""
+        keys = [_BLOCK + name for name in blocks]
+        answers: list[Any] = list(payloads.write(client, keys, list(blocks.values()), self._ttl_ms))
+        again = [index for index, answer in enumerate(answers) if answer is payloads.ELSEWHERE]
+        if again:
+            pipeline = client.pipeline(transaction=False)
+            for index in again:
+                header, payload = list(blocks.values())[index]
+                value = b"".join((payloads.frame(header), payload))
+                pipeline.set(keys[index], value, px=self._ttl_ms)
+            found = pipeline.execute(raise_on_error=False)
+            for index, answer in zip(again, found, strict=True):
+                answers[index] = answer
+        return {
+            name
+            for name, answer in zip(blocks, answers, strict=True)
+            if isinstance(answer, Exception)
+        }
+
     def _use(self, client: Client, entries: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
         """Enters blocks into the ledger or touches them; returns the names of those deleted."""
-        arguments: list[Any] = [self.capacity_bytes, self.ttl_s]
-        for entry in entries:
-            arguments.extend(entry)
-        used, blocks, victims, before = _run_script(client, _USE, arguments)
-        self._note_ledger(int(used), int(blocks))
+        used = ledger.use(client, self.capacity_bytes, self.ttl_s, entries)
+        self._note_ledger(used.totals)
         with self._lock:
-            self._counters["evicted"] += len(victims)
+            self._counters["evicted"] += len(used.victims)
         pipeline = client.pipeline(transaction=False)
-        for name in victims:
+        for name in used.victims:
             pipeline.unlink(_BLOCK + name)
-        for name in (*before, *(name for name, _ in entries)):
+        for name in (*used.before, *(name for name, _ in entries)):
             pipeline.pexpire(_BLOCK + name, self._ttl_ms)
         pipeline.execute()
-        if victims:
-            self._on_evicted([BlockKey(name[KEY_BYTES:]) for name in victims])
-        return list(victims)
+        if used.victims:
+            self._on_evicted([BlockKey(name[KEY_BYTES:]) for name in used.victims])
+        return used.victims
 
     def _delete(self, client: Client, names: Sequence[bytes]) -> int:
-        used, blocks = _run_script(client, _FORGET, list(names))
-        self._note_ledger(int(used), int(blocks))
+        self._note_ledger(ledger.forget(client, names))
         pipeline = client.pipeline(transaction=False)
         for name in names:
             pipeline.unlink(_BLOCK + name)
         return sum(pipeline.execute())
 
-    def _note_ledger(self, used_bytes: int, blocks: int) -> None:
+    def _note_ledger(self, totals: ledger.Totals) -> None:
         with self._lock:
-            self._used_bytes = used_bytes
-            self._blocks = blocks
+            self._totals = totals
 
     def _deadline_s(self, timeout_s: float | None) -> float:
         return float("inf") if timeout_s is None else self._clock.monotonic_s() + timeout_s
@@ -503,8 +429,14 @@ def _name(namespace: NamespaceInfo, key: BlockKey) -> bytes:
     return namespace.fingerprint + key
 
 
-def _run_script(client: Client, script: str, arguments: Sequence[Any]) -> list[Any]:
-    return cast(list[Any], client.register_script(script)(keys=_LEDGER, args=arguments))
+def _placed(value: bytes | None, buffer: memoryview) -> payloads.Fields:
+    """redis-py's answer, with its payload copied to the buffer if it has its size."""
+    if value is None:
+        return payloads.Fields(None, None)
+    fields = payloads.fields_of(value, len(value))
+    if fields.payload_bytes == buffer.nbytes:
+        buffer[:] = memoryview(value)[payloads.FRAME_BYTES :]
+    return fields
 
 
 def _batches(count: int, block_bytes: int) -> Iterator[range]:

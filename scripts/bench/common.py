@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -142,6 +143,13 @@ def table(title: str, columns: Sequence[str], caption: str = "") -> Table:
     for index, name in enumerate(columns):
         made.add_column(name, justify="right" if index else "left")
     return made
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 def size_text(size_bytes: int) -> str:

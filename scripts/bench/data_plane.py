@@ -36,6 +36,7 @@ from scripts.bench.paths import (
     Copy,
     GrpcBytes,
     Path,
+    RawResp,
     RedisPy,
     TierAlone,
 )
@@ -56,6 +57,7 @@ paths
   grpc_bytes    gRPC alone: messages of 1 MiB of raw bytes, no protobuf
   redis_tier    the redis tier, over a unix socket
   redis_py      redis-py pipelines of SET and GET, over a unix socket
+  raw_resp      SET and GET on a bare unix socket, sent and received in place: its limit
 
 JSON: rows[] have path, op (store, load), block_bytes, gb_s (1e9 bytes a second), ratio_to_copy;
 calls[] have the milliseconds of single-block calls through shared memory (a load's include its
@@ -140,7 +142,9 @@ def _paths(scale: Scale, buffers: Buffers) -> Iterator[list[Path]]:
         stack.callback(valkey.stop)
         plain = stack.enter_context(redis.Redis(unix_socket_path=str(socket)))
         service = stack.enter_context(BytesService(f"unix:{folder}/bytes.sock"))
-        yield [Copy(), *clients, GrpcBytes(service), TierAlone(tier), RedisPy(plain)]
+        raw = RawResp(socket)
+        stack.callback(raw.close)
+        yield [Copy(), *clients, GrpcBytes(service), TierAlone(tier), RedisPy(plain), raw]
 
 
 class _Turns:
@@ -237,12 +241,14 @@ def _measure_calls(
     ]
 
 
-def measure(scale: Scale) -> tuple[list[Row], list[Row]]:
-    """The rows of all paths, and those of single-block calls."""
+def measure(
+    scale: Scale, buffers: Buffers, peers: Sequence[Path] = ()
+) -> tuple[list[Row], list[Row]]:
+    """The rows of all paths, with those of peers, and those of single-block calls."""
     rows: list[Row] = []
     calls: list[Row] = []
-    buffers = Buffers(scale.working_bytes)
-    with _paths(scale, buffers) as paths:
+    with _paths(scale, buffers) as ours:
+        paths = [*ours, *peers]
         steps = len(scale.blocks) * (scale.rounds + 1) * len(paths) * 2
         with common.progress("data plane", steps) as advance:
             for block_bytes in scale.blocks:
@@ -253,7 +259,8 @@ def measure(scale: Scale) -> tuple[list[Row], list[Row]]:
     return rows, calls
 
 
-def _tables(rows: Sequence[Row], calls: Sequence[Row]) -> list[Table]:
+def tables(rows: Sequence[Row], calls: Sequence[Row]) -> list[Table]:
+    """The rows as tables."""
     sizes = sorted({row["block_bytes"] for row in rows})
     at = {(row["path"], row["op"], row["block_bytes"]): row for row in rows}
     heads = [common.size_text(size) for size in sizes]
@@ -283,9 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = common.parser("Measures how fast blocks move, by each path.", HELP).parse_args(
         arguments
     )
-    rows, calls = measure(QUICK if chosen.quick else FULL)
+    scale = QUICK if chosen.quick else FULL
+    rows, calls = measure(scale, Buffers(scale.working_bytes))
     document = {**common.circumstances(), "quick": chosen.quick, "rows": rows, "calls": calls}
-    common.publish(document, _tables(rows, calls), chosen.json)
+    common.publish(document, tables(rows, calls), chosen.json)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ thread. Both are larger than any cache, and each batch is another part of them.
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
+from pathlib import Path as File
 
 import numpy as np
 import redis
@@ -51,9 +53,18 @@ class Batch:
 class Buffers:
     """The source and the target, and batches of them with keys that were never used before."""
 
-    def __init__(self, working_bytes: int):
+    def __init__(self, working_bytes: int, folder: File | None = None):
+        """In `folder`, if one is given, as the two `files`, which other processes can map."""
         self.source = np.random.default_rng(0).integers(0, 256, working_bytes, np.uint8)
         self.target = np.ones(working_bytes, np.uint8)  # ones, not zeros: so its pages are there
+        self.files: list[File] = []
+        if folder is not None:
+            self.files = [folder / "source", folder / "target"]
+            self.source.tofile(self.files[0])
+            self.target.tofile(self.files[1])
+            self.source, self.target = (
+                np.memmap(file, np.uint8, "r+").view(np.ndarray) for file in self.files
+            )
         self._start = 0
         self._names = count()
 
@@ -191,6 +202,57 @@ class RedisPy(Path):
 
     def forget(self) -> None:
         self._client.flushdb()
+
+
+class RawResp(Path):
+    """SET and GET on a bare socket: payloads sent from where they are and received in place.
+
+    No pool, no ledger, no checksum: the limit of what a client in Python reaches with one Redis.
+    """
+
+    name = "raw_resp"
+
+    def __init__(self, path: File):
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        # A database of its own, so that forgetting leaves redis-py's blocks alone.
+        self._socket.sendall(b"SELECT 1\r\n")
+        self._take(memoryview(bytearray(5)))
+
+    def store(self, batch: Batch) -> None:
+        for key, view in zip(batch.keys, batch.views(batch.source), strict=True):
+            head = b"*3\r\n$3\r\nSET\r\n$32\r\n%b\r\n$%d\r\n" % (key, batch.block_bytes)
+            parts = [memoryview(head), view, memoryview(b"\r\n")]
+            sent = self._socket.sendmsg(parts)
+            for part in parts:
+                if sent < len(part):
+                    self._socket.sendall(part[sent:])
+                sent = max(sent - len(part), 0)
+        self._take(memoryview(bytearray(5 * len(batch.keys))))
+
+    def load(self, batch: Batch) -> None:
+        asks = [b"*2\r\n$3\r\nGET\r\n$32\r\n%b\r\n" % key for key in batch.keys]
+        self._socket.sendall(b"".join(asks))
+        head = memoryview(bytearray(len(b"$%d\r\n" % batch.block_bytes)))
+        end = memoryview(bytearray(2))
+        for view in batch.views(batch.target):
+            self._take(head)
+            self._take(view)
+            self._take(end)
+
+    def forget(self) -> None:
+        self._socket.sendall(b"FLUSHDB\r\n")
+        self._take(memoryview(bytearray(5)))
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+    def _take(self, into: memoryview) -> None:
+        while into:
+            count = self._socket.recv_into(into)
+            assert count, "Valkey closed the connection"
+            into = into[count:]
 
 
 class GrpcBytes(Path):

@@ -111,12 +111,6 @@ def lmcache_server(python: str, port: int) -> Iterator[None]:
             process.wait(30)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 @contextmanager
 def modes(lmcache: str | None) -> Iterator[dict[str, dict[str, Any]]]:
     """The arguments of each mode's engine, while what they need is running."""
@@ -135,7 +129,7 @@ def modes(lmcache: str | None) -> Iterator[dict[str, dict[str, Any]]]:
             },
         }
         if lmcache is not None:
-            port = free_port()
+            port = common.free_port()
             stack.enter_context(lmcache_server(lmcache, port))
             made["lmcache"] = {
                 "python": lmcache,

@@ -230,9 +230,9 @@ def damage(server: ServerProcess, key: BlockKey) -> None:
     """Flips a bit of this block's payload in Valkey."""
     with redis.Redis(unix_socket_path=str(server.folder / "valkey" / "valkey.sock")) as client:
         (name,) = [name for name in client.scan_iter() if key in name and b"led" not in name]
-        payload = bytearray(client.hget(name, "p"))
+        payload = bytearray(client.get(name))
         payload[len(payload) // 2] ^= 1
-        client.hset(name, "p", bytes(payload))
+        client.set(name, bytes(payload))
 
 
 def test_a_bit_flipped_in_valkey_is_computed_again(

@@ -177,7 +177,7 @@ def test_a_corrupt_block_in_valkey_is_a_miss_and_is_dropped(
     with valkey.client() as asking:
         held = [key for key in asking.scan_iter("kvstore:*") if key.endswith(keys[2])]
         assert len(held) == 1
-        asking.hset(held[0], "p", bytes(BLOCK_BYTES))
+        asking.setrange(held[0], 128, bytes(BLOCK_BYTES))
     checked = load(namespace, keys)
     assert (checked.found.blocks, checked.blocks) == (5, 2)
     assert checked.loaded.miss_reason is MissReason.CORRUPT

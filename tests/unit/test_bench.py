@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.bench import control_plane, data_plane, growth, replay
+from scripts.bench import control_plane, data_plane, growth, peers, replay
 from scripts.bench.growth_page import Plot, page
 
 ROOT = Path(__file__).resolve().parents[2]
 SHM_PATHS = {"shm", "shm_threads", "shm_verified"}
-PATHS = {"copy", *SHM_PATHS, "stream", "grpc_bytes", "redis_tier", "redis_py"}
+PATHS = {"copy", *SHM_PATHS, "stream", "grpc_bytes", "redis_tier", "redis_py", "raw_resp"}
 
 
 def run(*command: str) -> dict:
@@ -51,6 +51,12 @@ def test_the_data_plane_benchmark_measures_every_path_at_every_size():
         (op, size) for op in ("store", "load") for size in sizes
     }
     assert positive(*(call[key] for call in document["calls"] for key in ("ms", "copy_ms")))
+
+
+def test_the_benchmark_of_peers_names_those_that_are_absent():
+    document = run("-m", "scripts.bench.peers")
+    assert {row["path"] for row in document["rows"]} == PATHS
+    assert document["absent"] == ["mooncake_tcp"]
 
 
 def test_the_control_plane_benchmark_measures_lookups_and_hashing_run_as_a_file():
@@ -99,7 +105,7 @@ def test_the_replay_benchmark_measures_time_and_memory_by_size():
     assert positive(*(row[name] for row in rows for name in names))
 
 
-MAINS = [control_plane.main, data_plane.main, growth.main, replay.main]
+MAINS = [control_plane.main, data_plane.main, growth.main, peers.main, replay.main]
 
 
 @pytest.mark.parametrize("main", MAINS)
