@@ -113,6 +113,7 @@ def test_candidates_are_exactly_the_blocks_known_each_once(
         assert set(candidates) == set(paths.index)
 
 
+@EACH_POLICY
 @given(steps=STEPS)
 def test_looking_changes_nothing(name: str, steps: list[tuple[str, int, int]]) -> None:
     paths = Paths(name)
@@ -202,6 +203,8 @@ def test_fifo_evicts_in_order_of_storing_as_far_as_leaves_allow(
 ) -> None:
     paths = Paths("fifo")
     stored_at: dict[Block, int] = {}
+    # What is cleared out of order leaves blocks that are as young as what followed them.
+    steps = [step for step in steps if step[0] != "clear"]
     for now, (_, path) in enumerate(paths.run(steps)):
         for block in path:
             stored_at.setdefault(block, now)
@@ -228,6 +231,8 @@ def test_lfu_is_ordered_by_uses(steps: list[tuple[str, int, int]]) -> None:
 def test_a_scan_does_not_displace_a_block_that_was_used(name: str) -> None:
     paths = Paths(name)
     used = paths.store(0, 6)
+    for branch in range(1, 4):
+        paths.store(branch, 6)
     paths.use(0, 6)
     for number in range(100):
         if len(paths.index) >= 20:
