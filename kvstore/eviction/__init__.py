@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from kvstore.clock import Clock
 from kvstore.eviction.base import EvictionPolicy
+from kvstore.eviction.continuation import Continuation
 from kvstore.eviction.cost import CostAware
 from kvstore.eviction.fifo import FIFO
 from kvstore.eviction.lfu import LFU
@@ -25,6 +26,7 @@ POLICIES: Mapping[str, Callable[[Clock], EvictionPolicy]] = MappingProxyType(
         "slru": lambda clock: SLRU(),
         "s3fifo": lambda clock: S3FIFO(),
         "cost": lambda clock: CostAware(),
+        "continuation": lambda clock: Continuation(),
     }
 )
 

@@ -175,13 +175,14 @@ def test_memory_of_blocks_that_are_gone_is_bounded(name: str) -> None:
     assert _entries(vars(paths.policy)) < 3_000
 
 
-def _entries(value: object) -> int:
-    """How many entries all containers within hold together."""
-    if isinstance(value, dict):
-        return len(value) + sum(_entries(inner) for inner in value.values())
-    if isinstance(value, list | tuple | set):
-        return len(value) + sum(_entries(inner) for inner in value)
-    return 0
+def _entries(value: object, seen: set[int] | None = None) -> int:
+    """How many entries all containers within hold together; one held twice counts once."""
+    seen = set() if seen is None else seen
+    if not isinstance(value, dict | list | tuple | set) or id(value) in seen:
+        return 0
+    seen.add(id(value))
+    inner = value.values() if isinstance(value, dict) else value
+    return len(value) + sum(_entries(item, seen) for item in inner)
 
 
 # -- each against its own rule
@@ -265,3 +266,19 @@ def test_the_cost_aware_policy_keeps_what_costs_more_to_compute() -> None:
         paths.evict()
     paths.evict()
     assert not paths.index.get(long[-1].key), "cost buys time, and time runs out"
+
+
+def test_continuation_keeps_what_grew_before_what_is_used_once_however_recent() -> None:
+    paths = Paths("continuation")
+    for number in range(40):
+        if number == 20:
+            for length in range(3, 7):
+                grown = paths.store(0, length)
+        block = Block(paths.index, BlockKey(number.to_bytes(32, "big")), None, 0)
+        paths.index.begin(block)
+        paths.index.commit(block)
+        paths.policy.insert(block)
+        paths.policy.touch([block])
+    for _ in range(35):
+        paths.evict()
+    assert paths.present(0, 6) == grown
