@@ -15,7 +15,7 @@ from kvstore.config import Config
 from kvstore.demand import Demand
 from kvstore.embedded import SOCKET_PATH_CHARS_MAX, EmbeddedValkey
 from kvstore.errors import ConfigError
-from kvstore.eviction.lru import LRU
+from kvstore.eviction import DEFAULT, POLICIES
 from kvstore.history import History
 from kvstore.host import GIB, choose_arena_bytes
 from kvstore.index import Block
@@ -74,7 +74,7 @@ def assemble(config: Config) -> Server:
             fingerprint = block.namespace.info.fingerprint
             watchers.publish(EventKind.EVICTED, fingerprint, [block.key], TierName.CPU)
 
-        cpu = CpuTier(arena, LRU, on_evicted)
+        cpu = CpuTier(arena, lambda: POLICIES[DEFAULT](clock), on_evicted)
         remote = outbox = None
         if not config.no_redis:
             redis_bytes = config.redis_bytes
