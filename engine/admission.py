@@ -9,13 +9,13 @@ at the first block of a run. So within a run of one tier the gain is lowest some
 highest at one of its ends: only ends of runs need comparing, and a near run behind a far one can
 pay for both.
 
-*Store* the beginning of the new blocks for which  Σ (reuse - pressure) · (prefill saved - load)
-less what the request waits for the store is highest, if that is positive, and if the expected
-gain is at least `StorePolicy.gain_share_min` of the whole request. The last condition is what
-keeps a short prompt with a long answer out: its prefill is a hundredth part of its time, and
-memory spent on it is taken from a document that saves seconds. *Reuse* is the probability that
-the block is asked for again, *pressure* that of the block which it displaces: while there is
-room it displaces none, and in a full tier it must be the better one of the two.
+*Store* the beginning of the new blocks for which  Σ reuse · (prefill saved - load)  less what the
+request waits for the store is highest, if that is positive, and if the expected gain is at least
+`StorePolicy.gain_share_min` of the whole request. The last condition is what keeps a short prompt
+with a long answer out: its prefill is a hundredth part of its time, and memory spent on it is
+taken from a document that saves seconds. *Reuse* is the probability that the block is asked for
+again while it is kept. It is 0 for what would displace better: in a *crowded* arena, what nobody
+asked for before.
 
 Where the costs are not known yet, both decide to try (see `engine.costs`).
 
@@ -97,8 +97,6 @@ class StoreDecision:
     """Seconds of the whole request, what the gain is compared with."""
     reuse: float
     """Probability that the gain is had: the mean over the blocks, by what each one gains."""
-    pressure: float
-    """The same of what they displace."""
 
     @property
     def expected_gain_s(self) -> float:
@@ -153,17 +151,18 @@ def decide_store(
     block_bytes: int,
     block_tokens: int,
     request_s: float,
-    pressure: float = 0.0,
+    crowded: bool = False,
     tiers: Sequence[TierName] = STORE_TIERS,
 ) -> StoreDecision:
     """Decide how many of these blocks to store, from the first one on.
 
-    `reuse` has for each block the probability that it is asked for again, and `pressure` is that
-    of what it would displace. The first one's first token has `context` tokens before it.
+    `reuse` has for each block the probability that it is asked for again; `crowded` says that it is
+    0 where the block would displace better. The first one's first token has `context` tokens
+    before it.
     `request_s` is the whole request's time, measured or from `expected_request_s`. `tiers` are
     those the blocks may be loaded from later; the quickest counts.
     """
-    chosen = whole = StoreDecision(0, None, 0.0, 0.0, request_s, 0.0, pressure)
+    chosen = whole = StoreDecision(0, None, 0.0, 0.0, request_s, 0.0)
     expected_s = gain_s = 0.0
     best_s = -math.inf
     for end, chance in _runs_of(reuse):
@@ -174,10 +173,9 @@ def decide_store(
         expected_s += chance * run_gain_s
         cost_s = costs.store_s(size_bytes)
         mean = min(max(expected_s / gain_s, 0.0), 1.0) if gain_s > 0 else 0.0
-        whole = StoreDecision(end, None, max(gain_s, 0.0), cost_s, request_s, mean, pressure)
-        net_s = expected_s - pressure * gain_s - cost_s
-        if net_s >= best_s:
-            chosen, best_s = whole, net_s
+        whole = StoreDecision(end, None, max(gain_s, 0.0), cost_s, request_s, mean)
+        if expected_s - cost_s >= best_s:
+            chosen, best_s = whole, expected_s - cost_s
     reason: SkipReason | None = None
     if policy.override is Override.NEVER:
         reason = SkipReason.BY_REQUEST
@@ -187,14 +185,16 @@ def decide_store(
         return whole  # what was not measured is assumed to pay
     elif chosen.gain_s <= 0.0 < len(reuse):
         reason = SkipReason.COSTS_MORE_THAN_IT_SAVES
+    elif crowded and not any(reuse):
+        reason = SkipReason.DISPLACES_MORE
     elif chosen.expected_gain_s < policy.gain_share_min * request_s:
         reason = SkipReason.GAIN_TOO_SMALL
     elif best_s <= 0.0:
-        paid = chosen.expected_gain_s > chosen.cost_s
-        reason = SkipReason.DISPLACES_MORE if paid else SkipReason.COSTS_MORE_THAN_IT_SAVES
+        reason = SkipReason.COSTS_MORE_THAN_IT_SAVES
     if reason is not None:
         return replace(whole, blocks=0, reason=reason)
-    return replace(chosen, reason=SkipReason.DISPLACES_MORE if chosen.blocks < len(reuse) else None)
+    rest = SkipReason.DISPLACES_MORE if crowded else SkipReason.COSTS_MORE_THAN_IT_SAVES
+    return replace(chosen, reason=rest if chosen.blocks < len(reuse) else None)
 
 
 def _runs_of(reuse: Sequence[float]) -> list[tuple[int, float]]:

@@ -364,7 +364,7 @@ class Request(Generic[Tensor]):
             shape.block_bytes,
             shape.block_tokens,
             request_s,
-            known.pressure,
+            known.crowded,
         )
         if decision.reason is SkipReason.COSTS_MORE_THAN_IT_SAVES:
             session.learn(lambda costs: costs.after_refused_store())
@@ -392,7 +392,7 @@ class Request(Generic[Tensor]):
             reuse=store.reuse,
             gain_s=store.gain_s,
             cost_s=store.cost_s,
-            pressure=store.pressure,
+            crowded=self._looked_up.outlook.crowded,
         )
 
     def _missed_some(self) -> bool:

@@ -23,7 +23,6 @@ from kvstore.leases import Leases
 from kvstore.outbox import Outbox
 from kvstore.pace import Pace
 from kvstore.report.board import Board
-from kvstore.reuse import ReuseSketch
 from kvstore.server import Server, check_free
 from kvstore.service import Identity, Service
 from kvstore.store import Store
@@ -64,13 +63,12 @@ def assemble(config: Config) -> Server:
     embedded = None
     try:
         history, watchers = History(clock), Watchers()
-        demand, pace = Demand(ReuseSketch(clock)), Pace()
+        demand, pace = Demand(clock, arena.capacity_bytes), Pace()
         executor = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvstore-worker")
         kept_s = None if config.no_redis else config.redis_ttl_s
 
         def on_evicted(block: Block) -> None:
             history.note([block.key], MissReason.EVICTED, kept_s)
-            demand.note_evicted()
             fingerprint = block.namespace.info.fingerprint
             watchers.publish(EventKind.EVICTED, fingerprint, [block.key], TierName.CPU)
 

@@ -8,10 +8,11 @@ just seen for the first time will be of use; likewise for the second time, and s
 little was seen, the answer is the optimistic `PRIOR`: what is stored without need costs a copy,
 what is missing costs a prefill.
 
-When the arena is full, a block that is stored displaces another. What that one was worth is the
-share of evicted blocks that are asked for again: `pressure`.
+When the arena is full, a block that is stored displaces another. Whether blocks that nobody asked
+for before are worth that, is tried on a sample (`kvstore.first_sight`). Where they aren't, the
+answer for them is 0, until somebody asks a second time.
 
-Counts fade, so that conditions may change. Knows nothing of tiers, tensors or time.
+Counts fade, so that conditions may change. Knows nothing of tiers, tensors or engines.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.clock import Clock
+from kvstore.first_sight import SEEN, FirstSight
 from kvstore.reuse import ReuseSketch
-from kvstore.types import BlockKey, Fingerprint
+from kvstore.types import BlockKey, Fingerprint, NamespaceInfo
 
 PRIOR = 0.5
 """Laplace's rule for an event never tried: (0 + 1) / (0 + 2)."""
@@ -37,6 +40,9 @@ they are mostly asked for together, and a lookup must stay cheap."""
 
 TIMES_MAX = 4
 DEPTHS = 16
+WATCHED_WIDTH = 1 << 14
+"""Of the sketch of the blocks that are watched, one in sixteen."""
+
 FADE_BLOCKS = 1 << 14
 """After so many counted blocks, those before them count half."""
 
@@ -49,54 +55,53 @@ Counts = npt.NDArray[np.float64]
 class Demand:
     """What was asked for. Not thread-safe."""
 
-    def __init__(self, sketch: ReuseSketch):
-        self._sketch = sketch
+    def __init__(self, clock: Clock, capacity_bytes: int):
+        """`capacity_bytes` is the arena's."""
+        self._clock = clock
+        self._capacity_bytes = capacity_bytes
+        self._sketch = ReuseSketch(clock)
         self._asked: dict[Fingerprint, Counts] = {}
-        self._evicted = self._regretted = 0.0
+        self._first_sight: dict[int, FirstSight] = {}
+        """By size of block: as if that size had the arena alone."""
 
-    def note(self, namespace: Fingerprint, keys: Sequence[BlockKey], first: int = 0) -> list[float]:
+    def note(
+        self, info: NamespaceInfo, keys: Sequence[BlockKey], first: int = 0, full: bool = False
+    ) -> tuple[list[float], bool]:
         """Counts one request for these blocks, which begin at position `first` of a prefix.
 
-        Returns for each the probability that it is asked for again.
+        Returns for each the probability that it is asked for again, and whether the arena is
+        crowded: `full`, and with better than what nobody asked for before, which then has 0.
         """
+        first_sight = self._watching(info.block_bytes)
+        first_sight.note(keys)
+        crowded = full and not first_sight.pays
         positions = _counted(first, first + len(keys))
         if not len(positions):
-            return [PRIOR] * len(keys)
+            return [PRIOR] * len(keys), crowded
         chosen = [keys[position - first] for position in positions.tolist()]
-        before = np.array(self._sketch.counts(chosen)).round().astype(np.intp)
+        counts = np.array(self._sketch.counts(chosen))
         self._sketch.note(chosen)
-        times = np.minimum(before, TIMES_MAX - 1)
+        before = counts.round().astype(np.intp)
         depths = _depth_classes(positions)
-        asked = self._asked.setdefault(namespace, np.zeros((DEPTHS, TIMES_MAX + 1)))
-        chances = _chances(asked)[depths, times]
+        asked = self._asked.setdefault(info.fingerprint, np.zeros((DEPTHS, TIMES_MAX + 1)))
+        chances = _chances(asked)[depths, np.minimum(before, TIMES_MAX - 1)]
         # Afterwards: these had no chance yet to be asked for again.
         np.add.at(asked, (depths, np.minimum(before, TIMES_MAX)), 1.0)
         if asked.sum() > FADE_BLOCKS:
             asked /= 2
-        self._fade(len(chosen))
+        if crowded:
+            chances[counts < SEEN] = 0.0
         # Each block that was not counted is like the next one that was.
         nearest = np.searchsorted(positions, np.arange(first, first + len(keys)))
         spread: list[float] = chances[np.minimum(nearest, len(positions) - 1)].tolist()
-        return spread
+        return spread, crowded
 
-    def note_evicted(self, blocks: int = 1) -> None:
-        """So many blocks made room for others."""
-        self._evicted += blocks
-
-    def note_regretted(self, blocks: int) -> None:
-        """So many blocks were asked for after they had made room."""
-        self._regretted += blocks
-
-    def _fade(self, blocks: int) -> None:
-        """What was evicted counts less with everything that is asked for, regretted or not."""
-        kept = 0.5 ** (blocks / FADE_BLOCKS)
-        self._evicted *= kept
-        self._regretted *= kept
-
-    @property
-    def pressure(self) -> float:
-        """The share of evicted blocks that were asked for again: what a displaced one is worth."""
-        return min(self._regretted / (self._evicted + PRIOR_BLOCKS), 1.0)
+    def _watching(self, block_bytes: int) -> FirstSight:
+        if block_bytes not in self._first_sight:
+            capacity_blocks = self._capacity_bytes // block_bytes
+            watching = FirstSight(ReuseSketch(self._clock, width=WATCHED_WIDTH), capacity_blocks)
+            self._first_sight[block_bytes] = watching
+        return self._first_sight[block_bytes]
 
 
 def _counted(first: int, end: int) -> npt.NDArray[np.intp]:

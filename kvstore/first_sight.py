@@ -46,20 +46,18 @@ class FirstSight:
         self._second = _Ghost(capacity)
         self._uses = 0
 
-    def note(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Notes that a request asked for these blocks; whether each was seen before."""
-        seen = [count >= SEEN for count in self._sketch.counts(keys)]
-        self._sketch.note(keys)
-        for key, before in zip(keys, seen, strict=True):
-            if key[-1] % SAMPLED == 0:
-                self._first.use(key, True)
-                self._second.use(key, before)
-                self._uses += 1
+    def note(self, keys: Sequence[BlockKey]) -> None:
+        """Notes that a request asked for these blocks."""
+        watched = [key for key in keys if key[-1] % SAMPLED == 0]
+        for key, count in zip(watched, self._sketch.counts(watched), strict=True):
+            self._first.use(key, True)
+            self._second.use(key, count >= SEEN)
+        self._sketch.note(watched)
+        self._uses += len(watched)
         if self._uses >= FADE_USES:
             self._uses //= 2
             self._first.fade()
             self._second.fade()
-        return seen
 
     @property
     def pays(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import groupby
 
 from kvstore.clock import Clock
 from kvstore.demand import ROOM_SHARE, Demand
@@ -223,20 +223,12 @@ class Store:
         Returns what is known about those that it lacks.
         """
         self.watchers.publish(EventKind.ASKED, fingerprint, keys)
-        chances = self._demand.note(fingerprint, keys, first)
-        missing = keys[len(found.blocks) :]
-        if found.miss_reason is MissReason.EVICTED:
-            evicted = takewhile(lambda key: self.history.reason(key) is MissReason.EVICTED, missing)
-            self._demand.note_regretted(sum(1 for _ in evicted))
-        room_bytes = self.cpu.arena.capacity_bytes - self.cpu.arena.used_bytes
-        full = room_bytes < ROOM_SHARE * self.cpu.arena.capacity_bytes
+        arena = self.cpu.arena
+        full = arena.capacity_bytes - arena.used_bytes < ROOM_SHARE * arena.capacity_bytes
+        info = self.namespace(fingerprint).info
+        chances, crowded = self._demand.note(info, keys, first, full)
         latency_s, bytes_per_s = self._pace.measured or (0.0, 0.0)
-        return Outlook(
-            chances[len(found.blocks) :],
-            self._demand.pressure if full else 0.0,
-            latency_s,
-            bytes_per_s,
-        )
+        return Outlook(chances[len(found.blocks) :], crowded, latency_s, bytes_per_s)
 
     async def _extend(
         self,

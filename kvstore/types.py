@@ -93,8 +93,8 @@ class Outlook:
 
     reuse: Sequence[float] = ()
     """For each block asked for after the present ones: how likely it is asked for again."""
-    pressure: float = 0.0
-    """The same of a block that a new one would displace; 0 while there is room."""
+    crowded: bool = False
+    """The arena is full, and has better than what nobody asked for before: which has 0."""
     far_latency_s: float = 0.0
     far_bytes_per_s: float = 0.0
     """How fast the far tier is, as the server has measured it; 0 when it has not."""
@@ -227,8 +227,8 @@ class Decision:
     be: prefill less loading."""
     cost_s: float
     """Seconds that this request waited for the store."""
-    pressure: float
-    """How likely what they would displace is asked for again."""
+    crowded: bool
+    """Whether the arena had better than what nobody had asked for before."""
 
 
 class TierState(StrEnum):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, takewhile
 from types import MappingProxyType
 
 from kvstore.clock import Clock
 from kvstore.demand import ROOM_SHARE, Demand
-from kvstore.first_sight import SEEN, FirstSight
-from kvstore.history import History
+from kvstore.first_sight import SEEN
 from kvstore.replay.trace import RequestKeys
 from kvstore.reuse import ReuseSketch
-from kvstore.types import BlockKey, Fingerprint, MissReason
+from kvstore.types import Fingerprint, NamespaceInfo
 
-_NAMESPACE = Fingerprint(bytes(32))
+_NAMESPACE = NamespaceInfo(Fingerprint(bytes(32)), block_bytes=1, block_tokens=1)
 
 
 class Admission(ABC):
@@ -31,10 +29,6 @@ class Admission(ABC):
 
         `free` is the share of the store that is free.
         """
-
-    def evicted(self, key: BlockKey) -> None:
-        """Hears of each block that made room. Only what learns from it needs to listen."""
-        return
 
 
 class AdmitAll(Admission):
@@ -59,44 +53,18 @@ class SecondSight(Admission):
 class Gain(Admission):
     """The rule of servers and engines, where a block's KV saves the same wherever it stands.
 
-    The server knows how likely each block is asked for again, and how likely that is of what it
-    would displace (`kvstore.demand`); an engine stores the beginning of the new blocks for which
-    the sum of the differences is highest (`decide_store`, in the engine's package). What only a
-    running engine can tell, its measured costs, is left out: storing and loading cost nothing.
+    The server knows how likely each block is asked for again, and says 0 for what would displace
+    better (`kvstore.demand`); an engine stores the new blocks up to the last one that has a
+    chance (`decide_store`, in the engine's package). What only a running engine can tell, its
+    measured costs, is left out: storing and loading cost nothing.
     """
 
-    def __init__(self, clock: Clock):
-        self._demand = Demand(ReuseSketch(clock))
-        self._history = History(clock)
-
-    def admit(self, request: RequestKeys, hits: int, free: float) -> int:
-        chances = self._demand.note(_NAMESPACE, request.keys)[hits:]
-        evicted = takewhile(self._was_evicted, request.keys[hits:])
-        self._demand.note_regretted(sum(1 for _ in evicted))
-        pressure = self._demand.pressure if free < ROOM_SHARE else 0.0
-        gains = list(accumulate(chance - pressure for chance in chances))
-        best = max(gains, default=0.0)
-        wanted = len(gains) - gains[::-1].index(best) if best > 0 else 0
-        self._history.note(request.keys[hits + wanted :], MissReason.REFUSED)
-        return wanted
-
-    def evicted(self, key: BlockKey) -> None:
-        self._demand.note_evicted()
-        self._history.note([key], MissReason.EVICTED)
-
-    def _was_evicted(self, key: BlockKey) -> bool:
-        return self._history.reason(key) is MissReason.EVICTED
-
-
-class Duel(Admission):
-    """Stores at first sight where that earns its writes, else at second sight."""
-
     def __init__(self, clock: Clock, capacity_blocks: int):
-        self._first_sight = FirstSight(ReuseSketch(clock), capacity_blocks)
+        self._demand = Demand(clock, capacity_blocks)
 
     def admit(self, request: RequestKeys, hits: int, free: float) -> int:
-        seen = self._first_sight.note(request.keys)[hits:]
-        return len(seen) if self._first_sight.pays else _leading(seen)
+        chances, _ = self._demand.note(_NAMESPACE, request.keys, full=free < ROOM_SHARE)
+        return max((at for at, chance in enumerate(chances[hits:], 1) if chance), default=0)
 
 
 def _leading(wanted: Sequence[bool]) -> int:
@@ -107,8 +75,7 @@ ADMISSIONS: Mapping[str, Callable[[Clock, int], Admission]] = MappingProxyType(
     {
         "all": lambda clock, capacity_blocks: AdmitAll(),
         "second-sight": lambda clock, capacity_blocks: SecondSight(clock),
-        "gain": lambda clock, capacity_blocks: Gain(clock),
-        "duel": Duel,
+        "gain": Gain,
     }
 )
 """Makes each rule, by its name, for a store of some capacity."""

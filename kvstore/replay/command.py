@@ -86,7 +86,7 @@ def _ttl(_: click.Context, __: click.Parameter, value: str | None) -> float | No
     default="all",
     show_default=True,
     help="Rules for what is stored, with commas: all; second-sight, what was asked for before; "
-    "gain, the server's; duel, at first sight where a sample shows that it pays.",
+    "gain, the server's: at first sight where a sample shows that it pays.",
 )
 @click.option(
     "--capacity-blocks",

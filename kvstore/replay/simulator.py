@@ -49,7 +49,6 @@ class SimulatedTier:
         self.index = Namespace(
             NamespaceInfo(Fingerprint(bytes(32)), block_bytes=1, block_tokens=1, model="trace")
         )
-        self.on_evicted: Callable[[BlockKey], None] = lambda key: None
         self._policy = policy
         self._capacity = self._free = capacity_blocks
 
@@ -120,7 +119,6 @@ class SimulatedTier:
         self._policy.remove(victim)
         self.index.remove(victim)
         victim.generation = 0
-        self.on_evicted(victim.key)
         return True
 
 
@@ -179,7 +177,6 @@ def replay(
     clock = TraceClock()
     tier = SimulatedTier(policy(clock), capacity_blocks)
     rule = admission(clock, capacity_blocks)
-    tier.on_evicted = rule.evicted
     expiry = Expiry(tier, ttl_s) if ttl_s is not None else None
     hits = np.zeros(trace.requests, np.int64)
     stored = np.zeros(trace.requests, np.int64)

@@ -68,8 +68,8 @@ def _store(one: Mapping[str, Any]) -> str:
     if one["total_s"] > 0:
         text += f", {expected_s / one['total_s']:.1%} of the request's time"
     text += f", for {_seconds(one['cost_s'])} of waiting"
-    if one["pressure"]:
-        text += f". What they displace is {one['pressure']:.0%} likely to be asked for"
+    if one["crowded"]:
+        text += ". The arena is full of what is asked for more than new blocks"
     if one["skip_reason"]:
         text += f". Not the rest ({one['skip_reason']}): {words.SKIPS[one['skip_reason']]}"
     return text

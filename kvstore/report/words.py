@@ -43,7 +43,7 @@ MISSES: Mapping[str, str] = {
 SKIPS: Mapping[str, str] = {
     SkipReason.GAIN_TOO_SMALL: "The prefill saved would be little next to the whole request.",
     SkipReason.COSTS_MORE_THAN_IT_SAVES: "Loading would take longer than computing, in any tier.",
-    SkipReason.DISPLACES_MORE: "What would make room is as likely to be asked for again.",
+    SkipReason.DISPLACES_MORE: "The memory is full of what is asked for more often.",
     SkipReason.BY_REQUEST: "The caller asked not to store.",
     SkipReason.QUEUE_FULL: "The background store queue was full, and the request did not wait.",
     SkipReason.NO_SPACE: "Every block that could make room was in use.",

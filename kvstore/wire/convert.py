@@ -154,7 +154,7 @@ def outlook_to_wire(outlook: Outlook) -> pb.Outlook:
     """An outlook as a message."""
     return pb.Outlook(
         reuse=bytes(round(255 * chance) for chance in outlook.reuse),
-        pressure=outlook.pressure,
+        crowded=outlook.crowded,
         redis_latency_s=outlook.far_latency_s,
         redis_bytes_per_s=outlook.far_bytes_per_s,
     )
@@ -164,7 +164,7 @@ def outlook_from_wire(outlook: pb.Outlook) -> Outlook:
     """A message as an outlook."""
     return Outlook(
         [chance / 255 for chance in outlook.reuse],
-        outlook.pressure,
+        outlook.crowded,
         outlook.redis_latency_s,
         outlook.redis_bytes_per_s,
     )

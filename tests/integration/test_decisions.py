@@ -21,7 +21,7 @@ DECISION = Decision(
     prompt_tokens=1100, output_tokens=20, found_tokens=1024, loaded_tokens=0,
     load_reason=MissReason.NOT_WORTH_LOADING, load_expected_s=2.5, prefill_expected_s=1.5,
     load_s=0.0, prefill_s=1.6, total_s=2.0, storable_tokens=64, stored_tokens=0,
-    skip_reason=SkipReason.GAIN_TOO_SMALL, reuse=0.25, gain_s=0.01, cost_s=0.0005, pressure=0.5,
+    skip_reason=SkipReason.GAIN_TOO_SMALL, reuse=0.25, gain_s=0.01, cost_s=0.0005, crowded=True,
 )  # fmt: skip
 
 
@@ -69,20 +69,23 @@ def test_redis_is_not_asked_when_the_engine_has_no_use_for_it(folder: Path, name
         assert load(namespace, keys).blocks == 6
 
 
-def test_a_full_arena_says_what_it_gives_up(folder: Path, name: str) -> None:
+def test_a_full_arena_has_no_room_for_what_nobody_asked_for_before(folder: Path, name: str) -> None:
     with (
         ServerProcess(folder, "--no-redis", cpu_bytes="16MiB") as server,
         kvstore.connect(server.target) as one,
     ):
         namespace = one.open(info_of(name))
-        assert namespace.lookup(chain(f"{name} 0", 8)).outlook.pressure == 0
-        pressure = 0.0
-        for turn in range(120):
-            # Ten times what fits comes back in turns, and so is never there.
-            keys = chain(f"{name} {turn % 40}", 32)
-            pressure = namespace.lookup(keys).outlook.pressure
-            store(namespace, keys)
-        assert pressure > 0.5
+        hot = chain(f"{name} hot", 64)
+        assert not namespace.lookup(hot).outlook.crowded
+        for turn in range(150):
+            for keys in (hot, chain(f"{name} {turn}", 64)):
+                found = namespace.lookup(keys)
+                namespace.release(found)
+                store(namespace, keys)
+        assert found.outlook.crowded
+        assert max(found.outlook.reuse) == 0
+        again = namespace.lookup(chain(f"{name} {turn - 10}", 64)).outlook
+        assert not again.reuse or min(again.reuse) > 0
 
 
 def test_what_an_engine_measured_is_there_for_the_next_one(other: Store, name: str) -> None:

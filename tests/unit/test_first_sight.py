@@ -18,12 +18,6 @@ def watching(capacity_blocks: int) -> FirstSight:
     return FirstSight(ReuseSketch(FakeClock()), capacity_blocks)
 
 
-def test_says_what_was_seen_before() -> None:
-    first_sight = watching(1000)
-    assert first_sight.note([key(1), key(2)]) == [False, False]
-    assert first_sight.note([key(2), key(3)]) == [True, False]
-
-
 def test_a_cold_store_takes_all() -> None:
     first_sight = watching(100_000)
     for number in range(50_000):

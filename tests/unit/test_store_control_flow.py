@@ -22,7 +22,6 @@ from kvstore.history import History
 from kvstore.index import Block
 from kvstore.leases import LeaseId, Leases, SessionId
 from kvstore.pace import Pace
-from kvstore.reuse import ReuseSketch
 from kvstore.store import STORE_LEASE_S, LookupResult, Store
 from kvstore.testing import FakeClock
 from kvstore.tiers.base import RemoteTier
@@ -132,7 +131,7 @@ class World:
         self.arena = Arena(folder / "a.arena", 4096 + SLOTS * 4096, 1, SLOTS * 4096)
         self.cpu = CpuTier(self.arena, LRU)
         self.leases: Leases[Any] = Leases(self.clock, random.Random(1))
-        self.demand = Demand(ReuseSketch(self.clock))
+        self.demand = Demand(self.clock, 1 << 20)
         self.store = Store(
             self.cpu,
             self.remote,

@@ -525,15 +525,15 @@ class Outlook(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REUSE_FIELD_NUMBER: _builtins.int
-    PRESSURE_FIELD_NUMBER: _builtins.int
+    CROWDED_FIELD_NUMBER: _builtins.int
     REDIS_LATENCY_S_FIELD_NUMBER: _builtins.int
     REDIS_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     reuse: _builtins.bytes
     """For each key after the present ones, the probability that it is asked for again: one byte
     each, in 255ths.
     """
-    pressure: _builtins.float
-    """The same of a block that a new one would displace; 0 while there is room."""
+    crowded: _builtins.bool
+    """The arena is full, and has better than what nobody asked for before: which has 0."""
     redis_latency_s: _builtins.float
     """How fast Redis is, as the server has measured it; 0 when it has not."""
     redis_bytes_per_s: _builtins.float
@@ -541,13 +541,13 @@ class Outlook(_message.Message):
         self,
         *,
         reuse: _builtins.bytes = ...,
-        pressure: _builtins.float = ...,
+        crowded: _builtins.bool = ...,
         redis_latency_s: _builtins.float = ...,
         redis_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure", "redis_bytes_per_s", b"redis_bytes_per_s", "redis_latency_s", b"redis_latency_s", "reuse", b"reuse"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crowded", b"crowded", "redis_bytes_per_s", b"redis_bytes_per_s", "redis_latency_s", b"redis_latency_s", "reuse", b"reuse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1238,7 +1238,7 @@ class Decision(_message.Message):
     REUSE_FIELD_NUMBER: _builtins.int
     GAIN_S_FIELD_NUMBER: _builtins.int
     COST_S_FIELD_NUMBER: _builtins.int
-    PRESSURE_FIELD_NUMBER: _builtins.int
+    CROWDED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     found_tokens: _builtins.int
@@ -1258,7 +1258,7 @@ class Decision(_message.Message):
     reuse: _builtins.float
     gain_s: _builtins.float
     cost_s: _builtins.float
-    pressure: _builtins.float
+    crowded: _builtins.bool
     def __init__(
         self,
         *,
@@ -1278,11 +1278,11 @@ class Decision(_message.Message):
         reuse: _builtins.float = ...,
         gain_s: _builtins.float = ...,
         cost_s: _builtins.float = ...,
-        pressure: _builtins.float = ...,
+        crowded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "found_tokens", b"found_tokens", "gain_s", b"gain_s", "load_expected_s", b"load_expected_s", "load_reason", b"load_reason", "load_s", b"load_s", "loaded_tokens", b"loaded_tokens", "output_tokens", b"output_tokens", "prefill_expected_s", b"prefill_expected_s", "prefill_s", b"prefill_s", "pressure", b"pressure", "prompt_tokens", b"prompt_tokens", "reuse", b"reuse", "skip_reason", b"skip_reason", "storable_tokens", b"storable_tokens", "stored_tokens", b"stored_tokens", "total_s", b"total_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "crowded", b"crowded", "found_tokens", b"found_tokens", "gain_s", b"gain_s", "load_expected_s", b"load_expected_s", "load_reason", b"load_reason", "load_s", b"load_s", "loaded_tokens", b"loaded_tokens", "output_tokens", b"output_tokens", "prefill_expected_s", b"prefill_expected_s", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "reuse", b"reuse", "skip_reason", b"skip_reason", "storable_tokens", b"storable_tokens", "stored_tokens", b"stored_tokens", "total_s", b"total_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -361,7 +361,7 @@ def test_costs_that_cannot_be_read_are_measured_anew() -> None:
 
 def test_every_decision_is_told_with_its_numbers() -> None:
     engine = Engine(costs=known_costs())
-    engine.namespace.outlook = Outlook([0.25] * 9, pressure=0.125)
+    engine.namespace.outlook = Outlook([0.25] * 9, crowded=True)
     engine.keep(range(16))
     engine.run(range(33), range(3), load=Override.DEFAULT, override=Override.DEFAULT)
     (told,) = engine.namespace.decisions
@@ -370,7 +370,7 @@ def test_every_decision_is_told_with_its_numbers() -> None:
     assert told.prefill_expected_s == pytest.approx(0.16)
     assert (told.storable_tokens, told.stored_tokens, told.skip_reason) == (20, 20, None)
     assert 0.05 < told.reuse < 0.25
-    assert told.pressure == 0.125
+    assert told.crowded
     engine.session.close()
 
 

@@ -11,7 +11,7 @@ LOADED: dict[str, Any] = {
     "prompt_tokens": 1100, "output_tokens": 20, "found_tokens": 1024, "loaded_tokens": 1024,
     "load_reason": None, "load_expected_s": 0.05, "prefill_expected_s": 1.46, "load_s": 0.061,
     "prefill_s": 0.12, "total_s": 0.8, "storable_tokens": 64, "stored_tokens": 64,
-    "skip_reason": None, "reuse": 0.25, "gain_s": 0.08, "cost_s": 0.0005, "pressure": 0.0,
+    "skip_reason": None, "reuse": 0.25, "gain_s": 0.08, "cost_s": 0.0005, "crowded": False,
 }  # fmt: skip
 
 
@@ -32,12 +32,12 @@ def test_a_request_is_three_lines_whose_numbers_add_up() -> None:
 def test_what_was_not_done_has_its_reason() -> None:
     _, load, store = lines_of(
         loaded_tokens=0, load_reason="not_worth_loading", load_s=0.0,
-        stored_tokens=0, skip_reason="displaces_more", pressure=0.5,
+        stored_tokens=0, skip_reason="displaces_more", crowded=True,
     )  # fmt: skip
     assert "0 of 1,024 found tokens" in load
     assert "(not_worth_loading)" in load
     assert "0 of 64 new tokens" in store
-    assert "What they displace is 50% likely" in store
+    assert "The arena is full" in store
     assert "(displaces_more)" in store
 
 
