@@ -272,14 +272,12 @@ class StreamPlane(DataPlane):
     def _receive(
         self, responses: Iterator[chunks.Received], buffer: np.ndarray
     ) -> memoryview | None:
-        """A block's bytes: a chunk itself that is all of them, else gathered in the buffer."""
+        """A block's bytes, in the buffer: PyTorch takes no memory that can't be written to."""
         filled = 0
         while filled < buffer.nbytes:
             chunk = next(responses, None)
             if not isinstance(chunk, memoryview) or not chunk:
                 return None
-            if len(chunk) == buffer.nbytes and not filled:
-                return chunk
             if filled + len(chunk) > buffer.nbytes:
                 return None
             buffer[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)

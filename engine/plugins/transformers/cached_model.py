@@ -6,6 +6,7 @@ A block's bytes are the keys of all layers, then the values: kv, layer, head, to
 from __future__ import annotations
 
 import logging
+import math
 import time
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 import kvstore
 from engine.admission import Override
 from engine.plugins.copying import copy_beside
+from engine.plugins.room import Room
 from engine.plugins.transformers import support
 from engine.plugins.transformers.support import CACHE_ARGUMENT, CACHE_ARGUMENTS, Model, layers_of
 from engine.request import Request, Timing
@@ -58,6 +60,7 @@ class CachedModel:
         self._weights = tuple(model.parameters())
         self._weights_state = support.weights_state(self._weights)
         self._geometry = support.measure(model)
+        self._room = Room()
         self.layout = support.layout_of(model, self._geometry, name, tenant, salt)
         self._own_store = store is None
         self._store = store if store is not None else kvstore.connect(target)
@@ -194,15 +197,20 @@ class CachedModel:
 
     def _columns(self, rows: int, columns: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for keys and values of all layers: [layers, rows, heads, columns, head size]."""
-        shape, dtype, device = self._geometry, self._geometry.dtype, self.model.device
-        # Nobody writes padding's columns, and what is masked must still not be NaN.
-        make = torch.zeros if padded else torch.empty
-        sides = (shape.head_size, shape.value_head_size)
-        keys, values = (
-            make((shape.layers, rows, shape.kv_heads, columns, size), dtype=dtype, device=device)
-            for size in sides
+        shape = self._geometry
+        lead = (shape.layers, rows, shape.kv_heads, columns)
+        boundary = math.prod(lead) * shape.head_size
+        elements = boundary + math.prod(lead) * shape.value_head_size
+        if self.model.device.type == "cpu":
+            room = self._room.take(elements * shape.dtype.itemsize).view(shape.dtype)
+        else:
+            room = torch.empty(elements, dtype=shape.dtype, device=self.model.device)
+        if padded:
+            room.zero_()  # nobody writes padding's columns, and what is masked must not be NaN
+        return (
+            room[:boundary].view(*lead, shape.head_size),
+            room[boundary:].view(*lead, shape.value_head_size),
         )
-        return keys, values
 
     def _split(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A block's bytes as its keys and values, each [layers, heads, tokens, head size]."""
