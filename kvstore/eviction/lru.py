@@ -6,7 +6,7 @@ follow it: the coldest block is a leaf, without looking for one.
 
 The order is a list that is linked through the blocks themselves, which takes an eighth of the
 memory of an ordered dictionary. Blocks that were used together stay neighbours, so a prefix is
-moved in few pieces, most often in one.
+moved in few pieces, most often in one. So a block can be in one such order alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class LRU(EvictionPolicy):
         self._append(block, block)
 
     def touch(self, prefix: Sequence[Block]) -> None:
+        if len(set(prefix)) < len(prefix):
+            # Keys that a client made up may name a block twice, and it can't be linked twice.
+            prefix = list(dict.fromkeys(prefix))
         blocks = reversed(prefix)
         cold = warm = next(blocks, None)
         if cold is None or warm is None:

@@ -20,7 +20,6 @@ import numpy as np
 
 from kvstore.eviction.base import EvictionPolicy
 from kvstore.eviction.coldest import coldest
-from kvstore.eviction.lru import LRU
 from kvstore.index import Block, Namespace
 from kvstore.replay.admission import Admission
 from kvstore.replay.trace import Numbers, Trace
@@ -128,31 +127,28 @@ class Expiry:
     def __init__(self, tier: SimulatedTier, ttl_s: float):
         self._tier = tier
         self._ttl_s = ttl_s
-        self._order = LRU()
         self._used_s: dict[Block, float] = {}
+        """In the order of last uses."""
 
     def sweep(self, now_s: float) -> None:
         """Drops what has expired by now."""
         for block in list(self._expired(now_s)):
-            self._order.remove(block)
             del self._used_s[block]
             if block.generation:  # not evicted meanwhile
                 self._tier.drop(block)
 
     def _expired(self, now_s: float) -> Iterator[Block]:
         # A prefix's blocks are ordered last to first, so each goes after those that follow it.
-        for block in self._order.candidates():
-            if block.generation and self._used_s[block] + self._ttl_s > now_s:
+        for block, used_s in self._used_s.items():
+            if block.generation and used_s + self._ttl_s > now_s:
                 return
             yield block
 
     def note(self, prefix: Sequence[Block], now_s: float) -> None:
         """Notes that these blocks of one prefix were used."""
-        for block in prefix:
-            if block not in self._used_s:
-                self._order.insert(block)
+        for block in reversed(prefix):
+            self._used_s.pop(block, None)
             self._used_s[block] = now_s
-        self._order.touch(prefix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,17 @@ def test_the_same_calls_at_the_same_times_give_the_same_order(
     for _ in zip(first.run(steps), second.run(steps), strict=True):
         orders = [[block.key for block in paths.policy.candidates()] for paths in (first, second)]
         assert orders[0] == orders[1]
+
+
+@EACH_POLICY
+@given(order=st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_a_block_that_a_client_names_twice_stays_one_block(name: str, order: list[int]) -> None:
+    """Keys that were made up: no prefix has a block twice, or a child before its parent."""
+    paths = Paths(name)
+    path = paths.store(0, 6)
+    paths.policy.touch([path[at] for at in order])
+    known = list(islice(paths.policy.candidates(), 100))
+    assert sorted(map(id, known)) == sorted(map(id, path))
 
 
 @EACH_POLICY
