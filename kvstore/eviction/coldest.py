@@ -11,7 +11,4 @@ from kvstore.index import Block
 
 def coldest(policy: EvictionPolicy) -> Block | None:
     """The block to evict: the policy's first that nothing needs; None if all are needed."""
-    for block in policy.candidates():
-        if not block.pins and not block.children:  # `evictable`, without the cost of a call
-            return block
-    return None
+    return next((block for block in policy.candidates() if block.evictable), None)
