@@ -16,6 +16,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -146,8 +147,11 @@ class Calls:
         resident = list(filter(None, found.blocks))
         outlook = None
         if not request.again:
-            known = self._store.outlook(fingerprint, keys, request.first, found)
-            outlook = convert.outlook_to_wire(known)
+            note = partial(self._store.outlook, fingerprint, keys, request.first, found)
+            if len(resident) == len(keys):  # nothing is to be decided, so the answer goes first
+                asyncio.get_running_loop().call_soon(note)
+            else:
+                outlook = convert.outlook_to_wire(note())
         runs = found.runs
         return pb.LookupResponse(
             present=len(found.blocks),

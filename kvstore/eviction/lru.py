@@ -30,9 +30,6 @@ class LRU(EvictionPolicy):
         self._append(block, block)
 
     def touch(self, prefix: Sequence[Block]) -> None:
-        if len(set(prefix)) < len(prefix):
-            # Keys that a client made up may name a block twice, and it can't be linked twice.
-            prefix = list(dict.fromkeys(prefix))
         blocks = reversed(prefix)
         cold = warm = next(blocks, None)
         if cold is None or warm is None:

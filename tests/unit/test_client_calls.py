@@ -198,3 +198,15 @@ def test_answers_that_come_as_their_calls_give_up_are_taken_or_given_back(
     taken.append(ask().result().lease)
     server.join()
     assert sorted(taken + stream.unclaimed) == granted
+
+
+def test_a_server_that_does_not_answer_counts_as_away_until_it_answers_anything(
+    stream: Stream, ask: Ask
+) -> None:
+    late = ask(b"late", timeout_s=0.01)
+    sent = stream.next()
+    with pytest.raises(Unavailable):
+        late.result()
+    assert stream.calls.silent
+    stream.answer(sent)
+    assert not stream.calls.silent
